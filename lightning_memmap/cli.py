@@ -31,7 +31,7 @@ from lightning_memmap.arguments import (
     training_parser,
 )
 from lightning_memmap.commands.doctor import doctor
-from lightning_memmap.commands.rows import rows
+from lightning_memmap.commands.rows import rows_command
 from lightning_memmap.commands.store import store_command
 from lightning_memmap.compare.command import compare
 from lightning_memmap.errors import MemmapError, nearest
@@ -145,7 +145,7 @@ def _run(args: Sequence[str] | None) -> None:
     # A class_path may name a module in the working directory, as with `python -m`.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    commands = {"store": store_command, "compare": compare, "rows": rows, "doctor": doctor}
+    commands = {"store": store_command, "compare": compare, "rows": rows_command, "doctor": doctor}
     if not argv or argv[0] in ("--help", "-h"):
         print(_HELP, file=sys.stdout if argv else sys.stderr)
         sys.exit(0 if argv else 2)

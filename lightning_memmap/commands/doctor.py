@@ -21,25 +21,25 @@ _NUM_ROWS = 1000
 
 
 def doctor(args: list[str]) -> int:
-    """Run ``lightning-memmap doctor`` with these arguments."""
+    """Run the command with these arguments."""
     parser = BriefParser(
         prog="lightning-memmap doctor",
-        description="Look at GPUs and memory, and build, verify and read a small store in a folder."
+        description="Inspect GPUs and memory, and build, verify and read a small store in a folder."
         " Exit code: 0, 1 if stores cannot be built there, or 2 for a wrong argument, such as a"
         " folder that is missing.",
     )
-    parser.add_argument("folder", nargs="?", default=".", help="Where stores are, or will be.")
+    parser.add_argument("folder", nargs="?", default=".", help="The folder of stores.")
     folder = Path(parser.parse_args(args).folder)
     if not folder.is_dir():
-        what = "is a file" if folder.exists() else f"is not there{nearest_file(folder)}"
-        print_error(ValueError(f"{folder} {what}: name a folder"))
+        reason = "is a file" if folder.exists() else f"does not exist{nearest_file(folder)}"
+        print_error(ValueError(f"{folder} {reason}: pass a folder"))
         return 2
-    rows = [[text(what), text(found)] for what, found in look_at(folder.absolute())]
+    rows = [[text(name), text(value)] for name, value in describe_machine(folder.absolute())]
     console = Console(markup=False)
     console.print(make_table(("machine", "found"), rows, ("found",)))
     try:
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as name:
-            try_out(Path(name))
+            check_store(Path(name))
     except (OSError, MemmapError) as error:
         print_error(StoreError(f"stores cannot be built in {folder}: {error}"))
         return 1
@@ -47,26 +47,31 @@ def doctor(args: list[str]) -> int:
     return 0
 
 
-def look_at(folder: Path) -> Iterator[tuple[str, str]]:
-    """Look at GPUs, at memory within the limits of the control groups, and at the folder's disk."""
+def describe_machine(folder: Path) -> Iterator[tuple[str, str]]:
+    """Describe GPUs, memory within the limits of the control groups, and the folder's disk."""
     for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        yield f"cuda:{index}", f"{found.name}, {format_bytes(found.total_memory)}"
+        gpu = torch.cuda.get_device_properties(index)
+        yield f"cuda:{index}", f"{gpu.name}, {format_bytes(gpu.total_memory)}"
     if not torch.cuda.is_available():
         yield "GPUs", f"torch {torch.__version__} finds none"
     total = format_bytes(psutil.virtual_memory().total)
     yield "host memory", f"{format_bytes(available_bytes())} free for this process, of {total}"
     disks = psutil.disk_partitions(all=True)
-    kinds = [(len(d.mountpoint), d.fstype) for d in disks if folder.is_relative_to(d.mountpoint)]
-    kind, free = max(kinds, default=(0, "unknown"))[1], shutil.disk_usage(folder).free
-    yield "folder", f"{folder}: file system {kind}, {format_bytes(free)} free"
+    systems = [
+        (len(disk.mountpoint), disk.fstype)
+        for disk in disks
+        if folder.is_relative_to(disk.mountpoint)
+    ]
+    _, file_system = max(systems, default=(0, "unknown"))
+    free = format_bytes(shutil.disk_usage(folder).free)
+    yield "folder", f"{folder}: file system {file_system}, {free} free"
 
 
-def try_out(folder: Path) -> None:
+def check_store(folder: Path) -> None:
     """Build a store, verify it, and read it as training does."""
     rows = torch.arange(_NUM_ROWS)
     store = build_store(TensorDataset(rows), folder / "store", progress=False)
     damages = verify_store(store.path)
     read = [int(store[row][0]) for row in range(_NUM_ROWS)]
     if damages or read != rows.tolist():
-        raise StoreError("; ".join(map(str, damages)) or "other rows are read than were written")
+        raise StoreError("; ".join(map(str, damages)) or "rows differ from the written rows")

@@ -15,8 +15,11 @@ from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store
 
 _NUM_SAMPLES = 24
-#: The longest side of a picture, the most values that are written out, and characters of text.
-_MAX_PIXELS, _MAX_VALUES, _MAX_TEXT = 192, 8, 200
+#: The longest side of a picture.
+_MAX_PIXELS = 192
+#: Longer values and texts are cut off.
+_MAX_VALUES = 8
+_MAX_TEXT = 200
 
 
 @dataclass(frozen=True)
@@ -38,10 +41,11 @@ class Section:
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 
-def section_of(name: str, store: Store) -> Section:
-    """Evenly spaced samples of a store, and its bytes by field."""
+def make_section(name: str, store: Store) -> Section:
+    """Make a section of evenly spaced samples of a store, and its bytes by field."""
     manifest = store.manifest
-    last, count = store.num_rows - 1, min(_NUM_SAMPLES, store.num_rows)
+    last = store.num_rows - 1
+    count = min(_NUM_SAMPLES, store.num_rows)
     rows = sorted({round(index * last / max(count - 1, 1)) for index in range(count)})
     lines = [
         f"{store.num_rows:,} rows, {format_bytes(manifest.num_bytes)}, {store.num_shards} shards",
@@ -53,17 +57,17 @@ def section_of(name: str, store: Store) -> Section:
         for field, column in zip(store.schema.fields, manifest.columns, strict=True)
     }
     names = (f"row {row}" for row in rows)
-    return Section(name, lines, [*zip(names, values_of(store, rows), strict=True)], sizes)
+    return Section(name, lines, [*zip(names, read_values(store, rows), strict=True)], sizes)
 
 
-def values_of(store: Store, rows: Sequence[int]) -> list[list[Value]]:
-    """The fields of rows."""
+def read_values(store: Store, rows: Sequence[int]) -> list[list[Value]]:
+    """Read the fields of rows."""
     fields = list(zip(store.schema.fields, store.columns, strict=True))
-    return [[show(field, column.row(row)) for field, column in fields] for row in rows]
+    return [[make_value(field, column.row(row)) for field, column in fields] for row in rows]
 
 
-def show(field: Field, row: Tensor) -> Value:
-    """Show one field of one row."""
+def make_value(field: Field, row: Tensor) -> Value:
+    """Make the picture and text of one field of one row."""
     if field.kind == Bytes() and (pixels := _decoded(row)) is not None:
         shape = " x ".join(map(str, pixels.shape))
         return Value(field.name, _picture(pixels), f"{shape}, encoded in {len(row)} bytes")
@@ -79,7 +83,7 @@ def show(field: Field, row: Tensor) -> Value:
 
 
 def _decoded(row: Tensor) -> np.ndarray | None:
-    """The pixels of an encoded image, channels last; None where the bytes are none."""
+    """Decode an image to pixels, channels last; return None if the bytes aren't an image."""
     try:
         return np.ascontiguousarray(decode_image(row.numpy(), "RGB").transpose(1, 2, 0))
     except ImageError:

@@ -1,188 +1,130 @@
-"""``lightning-memmap store plan``: which device would hold what, as a table."""
+"""``lightning-memmap store plan``: which device holds which rows, and how long a build takes."""
 
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-import torch
-from rich.text import Text
+from rich.console import Console
 
-from lightning_memmap.commands.store_rates import Trial
-from lightning_memmap.placement.plan import Residency, SplitShards, divide, plan_placement
-from lightning_memmap.placement.topology import DataTopology, check_memory_fraction
-from lightning_memmap.sampling.rows import StoreRows, default_shards
-from lightning_memmap.sampling.sampler import SequentialSampler
-from lightning_memmap.schema.fields import Field
-from lightning_memmap.schema.schema import Schema
-from lightning_memmap.schema.structure import leaf_node
-from lightning_memmap.sizes import format_bytes, format_duration, parse_bytes
-from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.tables import GOOD, UNSURE, TitledTable, make_table, text
+from lightning_memmap.arguments import BriefParser
+from lightning_memmap.commands.store_find import open_stores
+from lightning_memmap.commands.store_options import add_dataset, make_function_parser
+from lightning_memmap.commands.store_placement import (
+    Machine,
+    describe_build,
+    describe_texts,
+    parse_device_counts,
+    plan_devices,
+    planned_store,
+)
+from lightning_memmap.commands.store_rates import (
+    Trial,
+    count_text_bytes,
+    try_build,
+    try_writing,
+)
+from lightning_memmap.host_memory import available_bytes
+from lightning_memmap.store.directory import is_store
+from lightning_memmap.store.places import store_directory
 
-
-@dataclass(frozen=True)
-class Machine:
-    """The memory that shards may take: of each device, and of the host."""
-
-    device_bytes: int
-    host_bytes: int
-    memory_fraction: float
-
-    @classmethod
-    def of(cls, memory: str, host_memory: str | int, memory_fraction: float) -> "Machine":
-        """Read sizes such as ``80GiB``."""
-        check_memory_fraction(memory_fraction)
-        host = host_memory if isinstance(host_memory, int) else _bytes("host_memory", host_memory)
-        return cls(_bytes("memory", memory), host, memory_fraction)
-
-    @property
-    def device_budget(self) -> int:
-        """Bytes for shards on each device."""
-        return int(self.device_bytes * self.memory_fraction)
-
-    @property
-    def host_budget(self) -> int:
-        """Bytes for shards in the memory of the host."""
-        return int(self.host_bytes * self.memory_fraction)
+_PATH_HELP = (
+    "Directory of a store, or of one store per split. With --dataset or --row_bytes, the directory"
+    " that the store will have: the trial writes to its disk, by default to a temporary folder."
+)
+_DATASET_HELP = (
+    "The dataset: the name or path of its class. Some of its rows are stored for a trial."
+)
 
 
-def _bytes(name: str, size: str) -> int:
-    try:
-        return parse_bytes(size)
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"{name}={size!r:.50}: {error}") from error
+def make_plan_parser() -> BriefParser:
+    """Make the parser of ``store plan``."""
+    parser = make_function_parser(plan, skip=("dataset", "path"))
+    parser.add_argument("path", nargs="?", type=str, help=_PATH_HELP)
+    add_dataset(parser, _DATASET_HELP)
+    return parser
 
 
-@dataclass(frozen=True)
-class Held:
-    """The bytes in each memory with a number of devices."""
-
-    on_devices: int
-    in_host_memory: int
-    on_disk: int
-    fullest_device: int
-
-    @property
-    def residency(self) -> str:
-        """The value of ``residency`` that fits."""
-        if self.on_disk:
-            return "stream"
-        return "auto" if self.in_host_memory else "device"
-
-
-def planned_store(row_bytes: int, num_rows: int) -> Manifest:
-    """Make the manifest of a store that isn't built yet."""
-    schema = Schema(leaf_node(Field("value", torch.uint8, (row_bytes,))))
-    return Manifest.draft(num_rows, default_shards(num_rows), schema)
-
-
-def plan_devices(stores: Mapping[str, Manifest], counts: range, machine: Machine) -> TitledTable:
-    """Make a table of the bytes that devices, host and disk hold.
+def plan(
+    path: str | None = None,
+    *,
+    dataset: Any = None,
+    rows: int | None = None,
+    row_bytes: int | None = None,
+    devices: str = "1..8",
+    memory: str = "80GiB",
+    host_memory: str | None = None,
+    memory_fraction: float = 0.7,
+    num_workers: int = 0,
+    variable: Mapping[str, Any] | None = None,
+) -> int:
+    """Print which device would hold what, and how long a build takes.
 
     Args:
-        stores: By name.
-        counts: Counts of devices, ascending.
-        machine: The memory that there is.
+        rows: With --row_bytes, the number of rows; also needed for a dataset without a length.
+        row_bytes: Bytes of a row, of data that isn't here.
+        devices: Counts of devices, like 4 or 1..8.
+        memory: Memory of one device, in bytes or with a unit such as GB or GiB.
+        host_memory: Memory of the host; by default what is free on this one.
+        memory_fraction: Fraction of both for shards, above 0 and at most 1.
+        num_workers: Worker processes of the trial build.
+        variable: With --dataset, fields that differ in length or may be None: see store build.
     """
-    total = sum(manifest.num_bytes for manifest in stores.values())
-    rows = []
-    plans: dict[int, Held] = {}
-    for count in counts:
-        if short := [name for name, manifest in stores.items() if manifest.num_rows < count]:
-            why = text(f"{short[0]} has {stores[short[0]].num_rows}", UNSURE)
-            rows.append([text(count), *map(text, "----"), text("none", UNSURE), why])
-            continue
-        plans[count] = held = held_bytes(stores, count, machine)
-        sizes = (held.on_devices, held.in_host_memory, held.on_disk, held.fullest_device)
-        residency = text(held.residency, GOOD if held.residency == "device" else UNSURE)
-        is_restriped = any(manifest.num_shards % count for manifest in stores.values())
-        order = text("re-striped", UNSURE) if is_restriped else text("as stored")
-        rows.append([text(count), *map(text, map(format_bytes, sizes)), residency, order])
-    title = (
-        f"{format_bytes(total)} of {', '.join(stores)} on devices of"
-        f" {format_bytes(machine.device_bytes)}, {format_bytes(machine.device_budget)} of each for"
-        f" shards, and {format_bytes(machine.host_budget)} of the host"
-    )
-    labels = (
-        "devices", "on devices", "in host memory", "on disk", "fullest device", "residency",
-        "rows",
-    )  # fmt: skip
-    return TitledTable(title, make_table(labels, rows), _notes(plans, total, machine))
+    machine = Machine.of(memory, host_memory or available_bytes(), memory_fraction)
+    counts = parse_device_counts(devices)
+    if dataset is not None or row_bytes is not None:
+        trial = _run_trial(path, dataset, rows, row_bytes, num_workers, variable)
+        name = f"{trial.num_rows:,} rows of {trial.name}"
+        table = plan_devices(
+            {name: planned_store(trial.row_bytes, trial.num_rows)}, counts, machine
+        )
+        notes = [*describe_texts(trial.text_bytes * trial.num_rows), *describe_build(trial)]
+    elif path is None:
+        raise ValueError(
+            "path is missing: pass the directory of a store. For data that isn't stored yet, pass"
+            " --dataset, or --row_bytes and --rows"
+        )
+    elif rows is not None:
+        raise ValueError(f"rows={rows}: needs --row_bytes, or a --dataset without a length")
+    else:
+        manifests = {name: store.manifest for name, store in open_stores(path).items()}
+        table = plan_devices(manifests, counts, machine)
+        notes = describe_texts(sum(map(count_text_bytes, manifests.values())))
+    Console(markup=False).print(replace(table, notes=[*table.notes, *notes]))
+    return 0
 
 
-def _notes(plans: Mapping[int, Held], total: int, machine: Machine) -> list[Text]:
-    notes = []
-    least = next((count for count, held in plans.items() if held.residency == "device"), None)
-    if least is not None:
-        notes.append(text(f"{least} or more devices hold all rows.", GOOD))
-    elif plans:
-        notes.append(text(f"{max(plans)} devices don't hold all rows.", UNSURE))
-    if any(held.residency == "stream" for held in plans.values()):
-        notes.append(
-            text(
-                f"stream: devices and host together are too small, so an epoch reads all"
-                f" {format_bytes(total)} from disk. Blocks of rows, up to"
-                f" {format_bytes(machine.host_budget)}, are in host memory; shuffling is in blocks."
+def _run_trial(
+    path: str | None,
+    dataset: Any,
+    rows: int | None,
+    row_bytes: int | None,
+    num_workers: int,
+    variable: Mapping[str, Any] | None,
+) -> Trial:
+    """Store some rows of a dataset, or rows of a number of bytes, for a trial."""
+    with _trial_folder(path) as folder:
+        if row_bytes is None:
+            return try_build(
+                dataset, folder, num_rows=rows, num_workers=num_workers, variable=variable
             )
-        )
-    return notes
+        if dataset is not None:
+            raise ValueError(f"row_bytes={row_bytes}: --dataset measures them. Omit one of the two")
+        if rows is None:
+            raise ValueError(f"row_bytes={row_bytes}: --rows is missing, the number of rows")
+        return try_writing(row_bytes, rows, folder)
 
 
-def describe_texts(num_bytes: int) -> list[Text]:
-    """Say which bytes are in host memory with every residency."""
-    if not num_bytes:
-        return []
-    size = format_bytes(num_bytes)
-    return [text(f"{size} are texts or encoded images: they stay in host memory.", UNSURE)]
-
-
-def describe_build(trial: Trial) -> list[Text]:
-    """Say how long a build takes, and what was measured."""
-    is_written_only = trial.how == "from memory"
-    words = "Writing the store takes" if is_written_only else "Building the store takes"
-    notes = [text(f"{words} about {format_duration(trial.build_s)}: {trial}.")]
-    if is_written_only:
-        notes.append(
-            text("Reading and decoding the dataset isn't part of it: --dataset measures that.")
-        )
-    return notes
-
-
-def held_bytes(stores: Mapping[str, Manifest], count: int, machine: Machine) -> Held:
-    """Plan ``residency="auto"`` for a number of devices: the bytes in each memory.
-
-    If the host is too small for the rest, all shards stay in the files: they are streamed.
-    """
-    topology = DataTopology(tuple(torch.device("cuda", index) for index in range(count)))
-    sizes = {}
-    for name, manifest in stores.items():
-        pool = divide(name, StoreRows(manifest.shards), manifest.num_shards, topology)
-        sizes[name] = SplitShards.of(SequentialSampler(pool), manifest, topology)
-    budgets = dict.fromkeys(topology.data_devices, machine.device_budget)
-    budgets[torch.device("cpu")] = machine.host_budget
-    devices = Counter[int]()
-    memories = Counter[Residency]()
-    for shards in plan_placement(sizes, topology, "auto", budget_bytes=budgets).held():
-        memories[shards.residency] += shards.num_bytes
-        if shards.residency is Residency.DEVICE:
-            devices[shards.device_index] += shards.num_bytes
-    if memories[Residency.MMAP]:
-        return Held(0, 0, memories.total(), 0)
-    return Held(
-        on_devices=memories[Residency.DEVICE],
-        in_host_memory=memories[Residency.HOST],
-        on_disk=0,
-        fullest_device=max(devices.values(), default=0),
-    )
-
-
-def device_counts(text: str) -> range:
-    """Read counts of devices, such as ``4`` or ``1..8``."""
-    first, _, last = text.partition("..")
-    try:
-        counts = range(int(first), int(last or first) + 1)
-    except ValueError:
-        raise ValueError(f"devices={text!r}: write a count or a range, like 4 or 1..8") from None
-    if not counts or counts[0] < 1:
-        raise ValueError(f"devices={text!r}: counts start at 1, and the range must not be empty")
-    return counts
+@contextmanager
+def _trial_folder(path: str | None) -> Iterator[Path]:
+    """Yield the nearest existing folder above a store that isn't built yet, or a temporary one."""
+    if path is None:
+        with tempfile.TemporaryDirectory() as directory:
+            yield Path(directory)
+        return
+    target = store_directory(path).absolute()
+    if is_store(target):
+        raise ValueError(f"path={path!r} is a store: omit --dataset and --row_bytes")
+    yield next(folder for folder in target.parents if folder.is_dir())

@@ -132,12 +132,12 @@ def try_build(
 
 
 def _trial(name: str, num_rows: int, store: Store, seconds: float, how: str) -> Trial:
-    text_bytes = text_bytes_of(store.manifest) // store.num_rows
+    text_bytes = count_text_bytes(store.manifest) // store.num_rows
     row_bytes = store.manifest.row_bytes
     return Trial(name, num_rows, row_bytes, text_bytes, store.num_rows, seconds, how)
 
 
-def text_bytes_of(manifest: Manifest) -> int:
+def count_text_bytes(manifest: Manifest) -> int:
     """Count the bytes of texts and encoded images, which are never on a device."""
     return sum(column.num_bytes for column in manifest.columns if column.field.is_text)
 
@@ -172,11 +172,11 @@ def _naming_rows(chosen: Any) -> Iterator[None]:
     try:
         yield
     except (DatasetError, SchemaError) as error:
-        found = _AT_ROW.match(text := str(error))
-        if found is None or not isinstance(chosen, Subset):
+        match = _AT_ROW.match(text := str(error))
+        if match is None or not isinstance(chosen, Subset):
             raise
-        row = chosen.indices[int(found[2])]
-        raise type(error)(f"{found[1]}{row}{text[found.end() :]}") from error.__cause__
+        row = chosen.indices[int(match[2])]
+        raise type(error)(f"{match[1]}{row}{text[match.end() :]}") from error.__cause__
 
 
 def try_writing(row_bytes: int, num_rows: int, folder: Path) -> Trial:

@@ -26,7 +26,7 @@ from PIL import Image, ImageOps
 from timing import CLOCKS, machine
 from torch.utils.data import Dataset, TensorDataset
 
-from lightning_memmap.commands.store_plan import Machine, held_bytes, planned_store
+from lightning_memmap.commands.store_placement import Machine, held_bytes, planned_store
 from lightning_memmap.commands.store_rates import Trial, try_build
 from lightning_memmap.sizes import format_bytes, format_duration
 from lightning_memmap.store import TokenStream

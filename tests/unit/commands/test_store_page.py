@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from lightning_memmap import build_store
 from lightning_memmap.cli import main
-from lightning_memmap.commands.store_page import Section, section_of, show
+from lightning_memmap.commands.store_page import Section, make_section, make_value
 from lightning_memmap.schema.fields import Field
 from lightning_memmap.store import Store
 from lightning_memmap.tables import render_page
@@ -45,17 +45,17 @@ def render(section: Section) -> str:
 
 
 def rows_of(store: Store) -> list[int]:
-    return [int(name.removeprefix("row ")) for name, _ in section_of("", store).samples]
+    return [int(name.removeprefix("row ")) for name, _ in make_section("", store).samples]
 
 
 def test_text_and_numbers_are_written_out_as_text(tmp_path: Path) -> None:
     tokens = [torch.arange(length) for length in (1, 2, 2, 5)]
     store = store_of(tmp_path, tokens=tokens, text=["a", "b", "<i>", "ä" * 300], raw=[b"\0<b>"] * 4)
-    shown = {value.name: value.text for value in section_of("", store).samples[3][1]}
+    shown = {value.name: value.text for value in make_section("", store).samples[3][1]}
     assert shown["text"] == "ä" * 200 + "..."
     assert shown["raw"] == "b'\\x00<b>'"
     assert shown["tokens"] == "0, 1, 2, 3, 4"
-    page = render(section_of("train", store))
+    page = render(make_section("train", store))
     assert "<i>" not in page.replace("<i style", "")
     assert "<b>&#39;" not in page
 
@@ -79,7 +79,7 @@ def test_samples_are_spread_over_the_rows(tmp_path: Path) -> None:
     ],
 )
 def test_images_are_shown(row: torch.Tensor, size: tuple[int, int], mode: str) -> None:
-    address = show(Field("image", row.dtype, tuple(row.shape)), row).picture
+    address = make_value(Field("image", row.dtype, tuple(row.shape)), row).picture
     picture = Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2])))
     assert (picture.size, picture.mode) == (size, mode)
 
@@ -87,21 +87,21 @@ def test_images_are_shown(row: torch.Tensor, size: tuple[int, int], mode: str) -
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3), (5, 20, 20), (3, 0, 9), (2, 2, 20, 20)])
 def test_other_rows_are_written_out(shape: tuple[int, ...]) -> None:
     row = torch.ones(shape)
-    value = show(Field("x", row.dtype, shape), row)
+    value = make_value(Field("x", row.dtype, shape), row)
     assert not value.picture
     assert value.text == "" if 0 in shape else "1" in value.text
 
 
 def test_pixels_are_those_of_the_store(tmp_path: Path) -> None:
     image = torch.randint(256, (2, 3, 16, 24), dtype=torch.uint8)
-    ((_, (first,)), _) = section_of("", store_of(tmp_path, image=image)).samples
+    ((_, (first,)), _) = make_section("", store_of(tmp_path, image=image)).samples
     picture = Image.open(io.BytesIO(base64.b64decode(first.picture.partition(",")[2])))
     assert np.array_equal(np.array(picture), image[0].movedim(0, -1).numpy())
 
 
 def test_page_escapes_whatever_a_store_says(tmp_path: Path) -> None:
     store = store_of(tmp_path, dataset=Hostile())
-    page = render(section_of(HOSTILE, store))
+    page = render(make_section(HOSTILE, store))
     assert "<script" not in page
     assert "<img src=x" not in page
     assert page.count(str(escape(HOSTILE))) == 2
