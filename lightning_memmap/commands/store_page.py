@@ -62,8 +62,8 @@ def make_section(name: str, store: Store) -> Section:
 
 def read_values(store: Store, rows: Sequence[int]) -> list[list[Value]]:
     """Read the fields of rows."""
-    fields = list(zip(store.schema.fields, store.columns, strict=True))
-    return [[make_value(field, column.row(row)) for field, column in fields] for row in rows]
+    fields = store.schema.fields
+    return [[*map(make_value, fields, store.read_row(row))] for row in rows]
 
 
 def make_value(field: Field, row: Tensor) -> Value:

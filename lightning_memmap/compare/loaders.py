@@ -48,12 +48,12 @@ class StoredRows:
         store = self._store
         windows = self._windows
         if windows is None:
-            return [column.row(row) for column in store.columns]
+            return store.read_row(row)
         series, first = (int(indices[0]) for indices in windows.find(np.array([row])))
         steps = slice(first * windows.stride, first * windows.stride + windows.length)
         return [
-            column.row(series)[steps] if field.name in windows.fields else column.row(series)
-            for field, column in zip(store.schema.fields, store.columns, strict=True)
+            values[steps] if field.name in windows.fields else values
+            for field, values in zip(store.schema.fields, store.read_row(series), strict=True)
         ]
 
 

@@ -12,8 +12,8 @@ class _ShowStored(L.Callback):
     @override
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         store = getattr(trainer.datamodule, "stores", {}).get("train")  # type: ignore[attr-defined]
-        if store is not None and store.supply is not None:
-            trainer.progress_bar_metrics["stored"] = store.supply.share
+        if store is not None and store.pending is not None:
+            trainer.progress_bar_metrics["stored"] = store.pending.progress
 
     @override
     def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:

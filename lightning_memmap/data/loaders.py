@@ -55,7 +55,7 @@ def make_loader(
         if not is_overfitting:
             training_options["skip_steps"] = steps_to_skip(options.skip_steps)
             training_options["skipped"] = skipped
-    is_growing = any(store.supply is not None for store in set_up.stores.values())
+    is_growing = any(store.pending is not None for store in set_up.stores.values())
     loader = SuperBatchLoader(
         set_up.rows[split],
         topology,

@@ -610,7 +610,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             name_stored_validation(opened["val"])
         placement = planner.place(opened)
         # While a store is being built, its rows are read from its files, wherever they will live.
-        if all(store.supply is None for store in opened.values()):
+        if all(store.pending is None for store in opened.values()):
             self._report(placement)
         return SetUp.load(planner, opened, placement)
 

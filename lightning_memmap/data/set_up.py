@@ -78,7 +78,7 @@ class SetUp:
             manifest = store.manifest
             probes = xxhash.xxh3_64_hexdigest(msgspec.json.encode(manifest.probes))
             contents[part] = {"rows": str(manifest.num_rows), "probe rows": probes}
-            if store.supply is None:
+            if store.pending is None:
                 # Checksums of equal rows differ between numbers of shards.
                 contents[part][f"in {manifest.num_shards} shards"] = manifest.content
         return contents
@@ -115,7 +115,10 @@ class SetUp:
         The budgets of the first placement still apply. By now the model, its optimizer and cached
         activations are in memory, and would count as taken.
         """
-        opened = {split: store.finished() or store for split, store in self.stores.items()}
+        opened = {
+            split: store.completed() if store.is_complete else store
+            for split, store in self.stores.items()
+        }
         if opened == self.stores:
             return self
         self.release()

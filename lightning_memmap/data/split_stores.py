@@ -231,7 +231,7 @@ class SplitStores:
             return growing
         try:
             store = (
-                RemoteStore(path, meanwhile=meanwhile, progress=self.progress)
+                RemoteStore(path, in_background=meanwhile, progress=self.progress)
                 if isinstance(path, StoreUrl)
                 else open_store(path)
             )
@@ -277,7 +277,7 @@ class SplitStores:
         try:
             fold = fold_of(selection, self.options, self.strategy)
         except ValueError:
-            if store.supply is None:
+            if store.pending is None:
                 # An error that every fold would raise is more useful.
                 self._select(selection, split, 0, store)
             raise

@@ -70,13 +70,14 @@ class Fetcher:
         row_bytes = self._rows.row_bytes + (0 if images is None else images.row_bytes)
         together = max(1, _FETCH_BYTES // max(1, longest * row_bytes))
         together = min(together, _FETCH_STEPS, len(steps.lengths))
-        supply, numbers = self._rows.supply, np.zeros(0, np.int64)
-        if supply is not None and supply.share == 1.0:
-            supply = None  # Nothing is waited for any more.
-        if self._rows.are_numbered or supply is not None:
+        pending = self._rows.pending
+        numbers = np.zeros(0, np.int64)
+        if pending is not None and pending.progress == 1.0:
+            pending = None
+        if self._rows.are_numbered or pending is not None:
             numbers = self._sampler.dataset_rows(steps.epoch, steps.positions)
-        if supply is not None:
-            supply.want(numbers)
+        if pending is not None:
+            pending.request(numbers)
             # A step does not wait for the rows of later ones.
             together = 1
         edges = np.append(0, np.cumsum(steps.lengths))
@@ -95,8 +96,8 @@ class Fetcher:
                 steps.lengths[some],
                 steps.step_rows[some],
             )
-            if supply is not None and not self._rows.is_released:
-                supply.wait(numbers[start:end])
+            if pending is not None and not self._rows.is_released:
+                pending.wait(numbers[start:end])
             # Ordinary tensors in inference mode too: it may be over before the last step.
             with torch.inference_mode(False):
                 leaves = self._leaves(takes, next(asked))

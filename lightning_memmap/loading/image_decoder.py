@@ -12,8 +12,7 @@ from torch import Tensor
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.images import ImageError, ImageMissingError, ImageSizeError, decode_image
 from lightning_memmap.schema.forms import Decode, Form
-from lightning_memmap.store.columns import Column
-from lightning_memmap.store.open_columns import OpenColumn
+from lightning_memmap.store.store import Store
 
 
 class Scaled(NamedTuple):
@@ -88,19 +87,18 @@ def image_failure(field: str, which: str, error: ImageError) -> DatasetError:
     return DatasetError(f"field {field!r}, {which}: {error}: {remedy}")
 
 
-def image_decoders(
-    columns: Sequence[Column], opened: Sequence[OpenColumn], forms: Mapping[str, Form]
-) -> dict[int, ImageDecoder]:
+def image_decoders(store: Store, forms: Mapping[str, Form]) -> dict[int, ImageDecoder]:
     """Make the decoders of encoded images."""
     decoders = {}
-    for index, (column, rows) in enumerate(zip(columns, opened, strict=True)):
-        form = forms.get(column.field.name)
+    for index, field in enumerate(store.schema.fields):
+        form = forms.get(field.name)
         if isinstance(form, Decode):
-            form.check(column.field)
-            # All processes look at the same row, whether they hold it or not: the first one with
-            # an image, since those that are None may be in no split.
-            count = column.shards.num_rows if column.field.num_variable else 1
-            each = ((rows.row(row).numpy(), row) for row in range(count))
-            first, row = next((found for found in each if len(found[0])), (rows.row(0).numpy(), 0))
-            decoders[index] = ImageDecoder.like(column.field.name, form, first, row)
+            form.check(field)
+            # All processes decode the same row, whether they hold it or not: the first with an
+            # image, because rows without one may be in no split.
+            num_rows = store.num_rows if field.num_variable else 1
+            images = ((store.read_row(row, field.name)[0].numpy(), row) for row in range(num_rows))
+            no_image = store.read_row(0, field.name)[0].numpy(), 0
+            image, row = next((pair for pair in images if len(pair[0])), no_image)
+            decoders[index] = ImageDecoder.like(field.name, form, image, row)
     return decoders

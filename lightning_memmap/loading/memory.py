@@ -30,7 +30,9 @@ from lightning_memmap.store import Store
 from lightning_memmap.store.open_columns import (
     ItemRows,
     Located,
+    MappedRows,
     OpenColumn,
+    RaggedRows,
     packed_index,
 )
 from lightning_memmap.store.segments import copy_segments
@@ -247,7 +249,7 @@ def mapped(
 
 def in_place(column: OpenColumn) -> Tensor | Ragged:
     """The rows of an open column where they are."""
-    if isinstance(column, ItemRows):
+    if isinstance(column, RaggedRows):
         return Ragged(column.field, column.among)
     return column.tensor.as_subclass(Tensor)
 
@@ -310,9 +312,10 @@ def _copied_column(
     column: OpenColumn, slots: Iterable[Integers], count: int, device: torch.device
 ) -> Tensor | Ragged:
     """Copy rows of a column, of which some are given at once."""
-    if not isinstance(column, ItemRows):
+    if isinstance(column, MappedRows):
         pieces = ((each, np.ones_like(each)) for each in slots)
         return _copied_items(column.tensor.as_subclass(Tensor), pieces, count, device)
+    assert isinstance(column, ItemRows)
     found = [column.at(each) for each in slots]
     lengths = [each.sizes.prod(axis=1) for each in found]
     pairs = zip((each.starts for each in found), lengths, strict=True)

@@ -31,8 +31,8 @@ from lightning_memmap.sampling.schedule import Blocks
 from lightning_memmap.schema.fields import Field
 from lightning_memmap.schema.forms import Form
 from lightning_memmap.store import Store
-from lightning_memmap.store.open_columns import ItemRows, OpenColumn
-from lightning_memmap.store.store import Supply
+from lightning_memmap.store.open_columns import ItemRows
+from lightning_memmap.store.store import PendingRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +47,8 @@ class SplitRows:
     row_bytes: int = 0
     images: Images | None = None
     are_numbered: bool = False
-    #: Brings rows that are not there yet.
-    supply: Supply | None = None
+    #: Rows that are still being built or downloaded, which the loader waits for.
+    pending: PendingRows | None = None
 
     @property
     def is_released(self) -> bool:
@@ -61,8 +61,8 @@ class SplitRows:
             source.release()
         if self.images is not None:
             self.images.release()
-        if self.supply is not None:
-            self.supply.close()
+        if self.pending is not None:
+            self.pending.close()
 
 
 def load_split(
@@ -75,28 +75,31 @@ def load_split(
     pool = placement.pool
     cut = pool.rows.fields if isinstance(pool.rows, WindowedRows) else ()
     if cut:
-        store = store.whole
-    # Not from those that have only the rows of this process.
-    decoders = image_decoders(store.manifest.columns, store.columns, forms or {})
+        store = store.completed()
+    decoders = image_decoders(store, forms or {})
     if decoders and cut:
         raise ValueError(
             f"variable: field {cut[0]!r} is cut into windows, and images are decoded for"
             " each row of a batch, not for each step of a window: leave one of them out"
         )
     held = [shard for shard, residency in enumerate(placement.residencies) if residency is not None]
-    opened = store.provide(None, _stored_shards(store, pool, held))
+    shards = _stored_shards(store, pool, held)
+    if store.pending is None:
+        store.download(shards)
+    else:
+        store.pending.expect(shards)
     sources: list[RowSource] = []
     source_of_shard = np.full(pool.num_shards, -1, np.int64)
     groups = dict[tuple[Residency, torch.device], list[int]]()
     for each in placement.held(topology):
-        # Rows that are still to come are read from the files that they come into.
-        residency = each.residency if store.supply is None else Residency.MMAP
+        # Rows that are still being written are read from their files.
+        residency = each.residency if store.pending is None else Residency.MMAP
         device = each.device if residency is Residency.DEVICE else torch.device("cpu")
         groups.setdefault((residency, device), []).extend(each.shards)
     for (residency, device), unsorted in groups.items():
         group = sorted(unsorted)
         source_of_shard[group] = len(sources)
-        sources.append(_source(store, placement, opened, residency, device, group))
+        sources.append(_source(store, placement, residency, device, group))
     images = None
     if decoders and sources:
         given = [decoder.form.num_threads for decoder in decoders.values()]
@@ -117,14 +120,13 @@ def load_split(
         fields,
         row_bytes,
         images,
-        supply=store.supply,
+        pending=store.pending,
     )
 
 
 def _source(
     store: Store,
     placement: SplitShards,
-    opened: Sequence[OpenColumn],
     residency: Residency,
     device: torch.device,
     shards: list[int],
@@ -133,7 +135,7 @@ def _source(
     pool = placement.pool
     series = series_in(store, pool) if isinstance(pool.rows, WindowedRows) else None
     places = Places.in_store(store, pool) if series is None else series.places(pool)
-    columns = [*zip(store.schema.fields, opened, strict=True)]
+    columns = [*zip(store.schema.fields, store.mapped_columns, strict=True)]
     if residency is Residency.MMAP or not columns:
         return mapped(columns, places, series)
     if residency is not Residency.STREAM:
@@ -164,10 +166,11 @@ def largest_block_bytes(store: Store, blocks: Blocks, held: Sequence[int]) -> in
         return total + num_bytes * largest_block_steps(held, blocks)
     variable = [field.name for field in fields if field.num_variable]
     total += len(held) * rows * sum(f.row_bytes for f in fields if not f.num_variable)
-    # Until all rows are there, none are streamed.
-    if not variable or store.supply is not None:
+    # Rows are only streamed once all are written.
+    if not variable or store.pending is not None:
         return total
-    for column in store.provide(variable, _stored_shards(store, pool, held)):
+    store.download(_stored_shards(store, pool, held), variable)
+    for column in map(store.column, variable):
         if isinstance(column, ItemRows):
             total += column.field.item_bytes * largest_block(column, places, held, blocks)
     return total

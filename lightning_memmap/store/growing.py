@@ -1,8 +1,8 @@
-"""Stores that are trained from while they are built: what readers wait for is read first.
+"""Stores that are trained from while they are built: rows that a reader waits for are built first.
 
-The readers on the machine of the building process look into its journal, which says by row whether
-it is there, and at a count of these. In ``serving`` in the generation, ``wanted-*`` has the rows
-that a reader needs next.
+The building process shares its journal, which has a byte for each row that is written, and a count
+of these, with readers on the same machine. They request rows with files ``requested-*`` in the
+directory ``serving`` of the generation.
 """
 
 import fcntl
@@ -41,95 +41,95 @@ from lightning_memmap.store.directory import (
 from lightning_memmap.store.files import TEMPORARY, is_there
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.open_columns import (
-    ComingItems,
-    ItemRows,
-    Located,
-    MappedRows,
-    Supplied,
-)
+from lightning_memmap.store.open_columns import ItemRows, Located, MappedRows, RaggedRows
 from lightning_memmap.store.samples import Probes, RandomDatasetError, ReadAhead, read_probes
 from lightning_memmap.store.sources.column import as_range
 from lightning_memmap.store.sources.source import is_read_by_item, source_of, telling_samples
-from lightning_memmap.store.store import Store, Supply, open_directory
+from lightning_memmap.store.store import PendingRows, Store, open_directory
 from lightning_memmap.store.workers import IN_HAND, RowNumbers, Workers, calling, give_way
 from lightning_memmap.store.writing import run_writers, writer_of
 
-_WANTED, _COUNT = "wanted-", f"count{TEMPORARY}"
-#: Work of the first tasks, and of later ones; the most bytes of the rows of one.
-_FIRST_TASK_S, _TASK_S, _TASK_BYTES = 0.005, 0.05, 32 * 2**20
-#: How often a reader looks whether rows are there, less and less often, and at whether the build is
-#: alive.
-_PAUSE_S, _LONGEST_PAUSE_S, _LOOK_S = 0.0005, 0.005, 1.0
+_REQUESTED = "requested-"
+_COUNT = f"count{TEMPORARY}"
+#: Duration of the first tasks, which readers may wait for, and of later ones.
+_FIRST_TASK_S, _TASK_S = 0.005, 0.05
+#: Most bytes of rows in a task.
+_TASK_BYTES = 32 * 2**20
+#: A waiting reader polls at growing intervals between these two.
+_POLL_S, _LONGEST_POLL_S = 0.0005, 0.005
+#: How often a waiting reader checks that the building process is alive.
+_ALIVE_CHECK_S = 1.0
 #: How long `BackgroundBuild.stop` waits for rows that are being read.
 _PATIENCE_S = 60.0
-#: Why builds of this process have ended, by generation.
+#: Errors of builds of this process that failed, by generation.
 _errors: dict[Path, BaseException] = {}
-#: What readers in this process wait for.
+#: Set whenever rows are written, one for each waiting reader of this process.
 _waiting = set[Event]()
 _NO_BYTES = np.empty(0, np.uint8)
-#: Of a store before any row is read.
+#: Schema of a draft before any row is read.
 _ANY_SCHEMA = Schema.infer([torch.zeros(1)])
 _log = logging.getLogger(__name__)
 
 
-class Serving(Supply):
-    """The rows of a store that is being built, as one reader or the building process has them.
+class Serving(PendingRows):
+    """The rows of a store that is being built, for one reader or for the building process.
 
     Args:
         generation: The generation of the store.
-        num_rows: Its rows.
-        mode: In which the count of rows is opened.
+        num_rows: Rows of the store.
+        mode: Mode in which the count of rows is opened.
     """
 
     def __init__(self, generation: Path, num_rows: int, mode: Literal["r", "r+"] = "r") -> None:
-        self.generation, self.path = generation.resolve(), generation / SERVING
-        #: By row, what is not 0 where it is there.
+        self.generation = generation.resolve()
+        self.path = generation / SERVING
+        #: By row, not 0 once it is written.
         self.present = np.memmap(generation / JOURNAL, np.uint8, "r", shape=num_rows)
-        #: How many are there, int64 of shape (1,).
+        #: The number of rows that are written, int64 of shape (1,).
         self.count = np.memmap(generation / _COUNT, np.int64, mode, shape=1)
-        self._said: Path | None = None
+        self._request: Path | None = None
 
     @classmethod
     def make(cls, generation: Path, num_rows: int) -> "Serving":
-        """Begin to share the rows of a build. What an interrupted one has left is removed."""
+        """Start to share the rows of a build. Removes what an interrupted one has left."""
         path = generation / SERVING
         shutil.rmtree(path, ignore_errors=True)
-        # Another one, where a reader is left that looks at the old count.
+        # A new file, because a reader of the interrupted build may still map the old one.
         (generation / _COUNT).unlink(missing_ok=True)
         (generation / _COUNT).write_bytes(bytes(8))
         _errors.pop(generation.resolve(), None)
-        made = cls(generation, num_rows, "r+")
-        made.count[:] = np.count_nonzero(made.present)
-        path.mkdir()  # From now on readers find all of it.
-        return made
+        serving = cls(generation, num_rows, "r+")
+        serving.count[:] = np.count_nonzero(serving.present)
+        path.mkdir()  # Readers look for this directory.
+        return serving
 
     @property
     @override
     def is_complete(self) -> bool:
-        # Committed, or removed since then: a build has its journal.
+        # A build has its journal until it is committed or removed.
         self.check()
         return not is_there(self.generation / JOURNAL)
 
     @property
     @override
-    def share(self) -> float:
+    def progress(self) -> float:
         return int(self.count[0]) / len(self.present)
 
-    def wanted(self) -> list[Path]:
-        """The files in which readers say which rows they need. None of them ever changes."""
-        return list(self.path.glob(f"{_WANTED}*"))
+    def requests(self) -> list[Path]:
+        """List the files with the requests of all readers. A file never changes."""
+        return list(self.path.glob(f"{_REQUESTED}*"))
 
     @override
-    def want(self, rows: Integers, turns: Integers | None = None) -> None:
+    def request(self, rows: Integers, ranks: Integers | None = None) -> None:
         name = secrets.token_hex(8)
-        turns = np.arange(len(rows)) if turns is None else turns
+        ranks = np.arange(len(rows)) if ranks is None else ranks
         with suppress(FileNotFoundError):  # The store has just been committed.
-            (self.path / name).write_bytes(np.stack([turns, rows]).tobytes())
-            said, self._said = self._said, self.path / f"{_WANTED}{name}"
-            (self.path / name).rename(self._said)
-            if said is not None:
-                said.unlink(missing_ok=True)
+            (self.path / name).write_bytes(np.stack([ranks, rows]).tobytes())
+            previous = self._request
+            self._request = self.path / f"{_REQUESTED}{name}"
+            (self.path / name).rename(self._request)
+            if previous is not None:
+                previous.unlink(missing_ok=True)
 
     @override
     def wait(self, rows: Integers) -> None:
@@ -137,42 +137,36 @@ class Serving(Supply):
 
     @override
     def close(self) -> None:
-        if self._said is not None:
-            self._said.unlink(missing_ok=True)
-            self._said = None
-
-    def get(self, rows: Integers | None) -> None:
-        """Ask for rows, or all, and wait until they are there."""
-        if rows is None:
-            self.wait_for_commit()
-        else:
-            self.want(rows)
-            self.wait(rows)
+        if self._request is not None:
+            self._request.unlink(missing_ok=True)
+            self._request = None
 
     def wait_for_commit(self) -> None:
-        """Wait until the store is committed."""
+        """Block until the store is committed."""
         self._wait(lambda: self.is_complete)
 
     def check(self) -> None:
-        """Raise why the build has ended, if it has failed in this process."""
+        """Raise the error of the build if it has failed in this process."""
         if (error := _errors.get(self.generation)) is not None:
             raise error
 
-    def _wait(self, is_there: Callable[[], bool]) -> None:
-        heard, looked, pause_s = Event(), monotonic(), _PAUSE_S
-        _waiting.add(heard)
+    def _wait(self, is_ready: Callable[[], bool]) -> None:
+        has_written = Event()
+        checked_s = monotonic()
+        poll_s = _POLL_S
+        _waiting.add(has_written)
         try:
-            while not is_there():
+            while not is_ready():
                 self.check()
-                if monotonic() - looked > _LOOK_S:
-                    looked = monotonic()
+                if monotonic() - checked_s > _ALIVE_CHECK_S:
+                    checked_s = monotonic()
                     self._check_alive()
-                # Of another process nothing is heard.
-                heard.wait(pause_s)
-                heard.clear()
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                # Other processes cannot signal us, so poll.
+                has_written.wait(poll_s)
+                has_written.clear()
+                poll_s = min(2 * poll_s, _LONGEST_POLL_S)
         finally:
-            _waiting.remove(heard)
+            _waiting.remove(has_written)
 
     def _check_alive(self) -> None:
         """Check that a process builds the store: it holds the lock of the journal."""
@@ -180,75 +174,85 @@ class Serving(Supply):
         try:
             with open(self.generation / JOURNAL, "rb+") as journal:
                 fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except FileNotFoundError:  # It was just committed, or removed.
+        except FileNotFoundError:  # It has just been committed or removed.
             if is_store(directory) and Manifest.read(directory).generation == self.generation.name:
                 return
-        except OSError:  # It is held.
+        except OSError:  # Another process holds the lock.
             return
         raise StoreError(
-            f"the process that builds the store at {directory} has ended, and the one"
-            " with local rank 0 says why: start again, and it goes on with the rows that are there"
+            f"the process that builds the store at {directory} has ended; the output of local rank"
+            " 0 has its error. Start again: the build continues with the rows that are written."
         )
 
 
 class _Build:
-    """One of the stores that are built together: what is there of it, and what is read next."""
+    """One of the stores that are built together: its rows, and the order in which to read them."""
 
-    def __init__(self, building: Building, probes: Probes, pieces: Integers | None) -> None:
-        self.building, self.probes = building, probes
+    def __init__(self, building: Building, probes: Probes, group_of: Integers | None) -> None:
+        self.building = building
+        self.probes = probes
         num_rows = building.draft.num_rows
         self.serving = Serving.make(building.path, num_rows)
-        self._taken = self.serving.present != 0
-        self._row_s, self._num_others = probes.row_s, 0
-        self._most = max(1, _TASK_BYTES // max(1, probes.row_bytes))
-        #: What readers have said: turns, and rows, int64 of shape (2, rows).
-        self._wants: dict[Path, Integers] = {}
-        #: By process, rows that it has read before it was known how they are stored.
-        self.ahead: list[Integers] = []
-        #: By row, the piece of a file that it is read with, and the rows of each.
-        self._piece_of, self._pieces = pieces, dict[int, Integers]()
-        if pieces is not None:
-            order = np.argsort(pieces, kind="stable")
-            parts = np.split(order, np.flatnonzero(np.diff(pieces[order])) + 1)
-            self._pieces = {int(pieces[part[0]]): part for part in parts}
+        self._is_taken = self.serving.present != 0
+        self._row_s = probes.row_s
+        self._first_untaken = 0
+        self._max_rows = max(1, _TASK_BYTES // max(1, probes.row_bytes))
+        #: By file, a reader's request: ranks and rows, int64 of shape (2, rows).
+        self._requests: dict[Path, Integers] = {}
+        #: By worker process, rows that it read before it was known how they are stored.
+        self.read_ahead: list[Integers] = []
+        #: By row, the group of rows of a file that it is read with, such as a Parquet row group.
+        self._group_of = group_of
+        #: The rows of each group.
+        self._groups = dict[int, Integers]()
+        if group_of is not None:
+            order = np.argsort(group_of, kind="stable")
+            groups = np.split(order, np.flatnonzero(np.diff(group_of[order])) + 1)
+            self._groups = {int(group_of[rows[0]]): rows for rows in groups}
 
-    def begin(self, wanted: Integers, ahead: list[Integers]) -> None:
-        """Note what is needed before a reader asks, and which of it each process reads already."""
-        self.serving.want(wanted[1], wanted[0])
-        self.ahead = ahead
-        for rows in ahead:
-            self._taken[rows] = True
+    def begin(self, request: Integers, read_ahead: list[Integers]) -> None:
+        """Note the first rows that will be requested, and rows that workers read already."""
+        ranks, rows = request
+        self.serving.request(rows, ranks)
+        self.read_ahead = read_ahead
+        for taken in read_ahead:
+            self._is_taken[taken] = True
 
-    def wants(self) -> list[tuple[int, Integers]]:
-        """What each reader wants that nobody reads yet: the turn of the first row, and rows."""
-        known, self._wants = self._wants, {}
-        for path in self.serving.wanted():
-            with suppress(FileNotFoundError):  # Its reader has just said something else.
-                found = known.get(path)
-                if found is None:
-                    found = np.fromfile(path, np.int64).reshape(2, -1)
-                self._wants[path] = found.compress(~self._taken[found[1]], axis=1)
-        return [(int(turns[0]), rows) for turns, rows in self._wants.values() if len(rows)]
+    def requests(self) -> list[tuple[int, Integers]]:
+        """List the requested rows that nobody reads yet: the rank of the first, and the rows."""
+        known = self._requests
+        self._requests = {}
+        for path in self.serving.requests():
+            with suppress(FileNotFoundError):  # Its reader has just replaced it.
+                request = known.get(path)
+                if request is None:
+                    request = np.fromfile(path, np.int64).reshape(2, -1)
+                self._requests[path] = request.compress(~self._is_taken[request[1]], axis=1)
+        return [(int(ranks[0]), rows) for ranks, rows in self._requests.values() if len(rows)]
 
-    def others(self) -> Integers:
-        """Some of the rows that nobody has asked for."""
-        self._num_others += int(self._taken[self._num_others :].argmin())
-        return self._num_others + np.flatnonzero(~self._taken[self._num_others :][: self._most])
+    def unrequested(self) -> Integers:
+        """Return the next rows that nobody reads, whether they are requested or not."""
+        self._first_untaken += int(self._is_taken[self._first_untaken :].argmin())
+        is_taken = self._is_taken[self._first_untaken :][: self._max_rows]
+        return self._first_untaken + np.flatnonzero(~is_taken)
 
     def take(self, rows: Integers, task_s: float) -> RowNumbers:
-        """The first of some rows, as many as are read in a time, and what is read with them."""
-        count = max(1, min(self._most, int(task_s / max(self._row_s, 1e-9))))
-        found = _distinct(rows[:count])
-        if self._piece_of is not None:
-            pieces = [self._pieces[piece] for piece in _distinct(self._piece_of[found]).tolist()]
-            ends = np.cumsum([len(piece) for piece in pieces])
-            found = np.concatenate(pieces[: 1 + int(np.searchsorted(ends, count))])
-            found = found[~self._taken[found]]
-        self._taken[found] = True
-        return as_range(found)
+        """Make a task of the first of some rows: as many as can be read in a time.
+
+        If they are read in groups, the task has all rows of a group.
+        """
+        num_rows = max(1, min(self._max_rows, int(task_s / max(self._row_s, 1e-9))))
+        task = _distinct(rows[:num_rows])
+        if self._group_of is not None:
+            groups = [self._groups[group] for group in _distinct(self._group_of[task]).tolist()]
+            stops = np.cumsum([len(group) for group in groups])
+            task = np.concatenate(groups[: 1 + int(np.searchsorted(stops, num_rows))])
+            task = task[~self._is_taken[task]]
+        self._is_taken[task] = True
+        return as_range(task)
 
     def note(self, rows: RowNumbers, duration_s: float) -> None:
-        """Tell the readers that rows are there, and take into account how long they took."""
+        """Wake the readers, because rows are written, and update the time that a row takes."""
         if len(rows):
             self.building.wrote(rows)
             self.serving.count += len(rows)
@@ -257,287 +261,319 @@ class _Build:
             self._row_s = (self._row_s + duration_s / len(rows)) / 2
 
 
-def _distinct(numbers: Integers) -> Integers:
-    """The different numbers, in the order in which they come first."""
-    return numbers[np.sort(np.unique(numbers, return_index=True)[1])]
+def _distinct(integers: Integers) -> Integers:
+    """Return the distinct integers, in the order in which they first occur."""
+    return integers[np.sort(np.unique(integers, return_index=True)[1])]
 
 
-#: Finds the rows of stores that are needed first, from the stores by name, of which no row is read
-#: yet: turns, and rows, int64 of shape (2, rows).
+#: Finds the rows that are needed first, from stores by name without rows: for each, their ranks
+#: over all stores and the rows, int64 of shape (2, rows).
 Plan: TypeAlias = Callable[[Mapping[str, Store]], Mapping[str, Integers]]
 
 
 class BackgroundBuild:
-    """Builds stores in a thread, or goes on with interrupted builds.
+    """Builds stores in a thread, or resumes interrupted builds.
 
-    Once it is made, rows of all of them can be read. They have the same worker processes.
+    Once the constructor returns, rows of all of them can be read. They share worker processes.
 
     Args:
-        asked: By name, what is to be built.
+        asked: By name, what to build.
         num_workers: Processes that read and write.
         plan: Finds the rows that are needed first.
-        step_rows: Those of them that are needed together.
+        step_rows: The number of these rows that are needed together.
     """
 
     def __init__(
         self, asked: Mapping[str, Asked], num_workers: int, plan: Plan, step_rows: int
     ) -> None:
         self._step_rows = step_rows
-        self._builds, self._locks = dict[str, _Build](), dict[str, ExitStack]()
+        self._builds = dict[str, _Build]()
+        self._locks = dict[str, ExitStack]()
         self._is_stopped = False
         with ExitStack() as stack:
-            # In one order: two trainings that name the same stores would wait for each other.
-            for name, each in sorted(asked.items(), key=lambda item: item[1].directory.path):
-                check_free(each.directory.path, "`store_dir`")
+            # In one order: else two trainings that name the same stores would deadlock.
+            for name, request in sorted(asked.items(), key=lambda item: item[1].directory.path):
+                check_free(request.directory.path, "`store_dir`")
                 self._locks[name] = stack.enter_context(ExitStack())
-                self._locks[name].enter_context(each.directory.locked())
-            # Another process may have built them meanwhile.
+                self._locks[name].enter_context(request.directory.locked())
+            # Another process may have built them while we waited.
             self._asked = {
-                n: each for n, each in asked.items() if not is_store(each.directory.path)
+                name: request
+                for name, request in asked.items()
+                if not is_store(request.directory.path)
             }
-            datasets = {name: each.dataset for name, each in self._asked.items()}
+            datasets = {name: request.dataset for name, request in self._asked.items()}
             for name, dataset in datasets.items():
-                # What was stored before is not read again.
+                # A resumed build may have written the first rows already.
                 is_new = not self._asked[name].directory.unfinished(KEY)
                 if is_new and not isinstance(dataset, Store) and is_read_by_item(dataset):
                     datasets[name] = ReadAhead(dataset)
             self._workers = stack.enter_context(Workers(datasets, num_workers))
             self._begin(plan)
-            self._held = stack.pop_all()
-        # It does not keep a program from ending: the next build goes on with its rows.
+            self._resources = stack.pop_all()
+        # A daemon doesn't keep a program from ending: the next build resumes.
         self._thread = Thread(target=self._run, name="lightning_memmap build", daemon=True)
         self._thread.start()
 
     def is_building(self, name: str) -> bool:
-        """Whether rows of a store are still read, or it is being finished."""
+        """Return whether rows of a store are still read, or it is being committed."""
         return self._thread.is_alive() and name in self._builds
 
     def stop(self) -> None:
-        """End: stores that have all rows are finished, others go on in the next run."""
-        has_all = [each.serving.share == 1.0 for each in self._builds.values()]
+        """Commit the stores that have all rows, and leave the others to the next run."""
+        has_all = [build.serving.progress == 1.0 for build in self._builds.values()]
         self._is_stopped = not all(has_all)
         self._thread.join(None if any(has_all) else _PATIENCE_S)
-        # With its frames, an error would keep files open. Readers that are left see the lock.
+        # The frames of an error would keep files open. Remaining readers check the lock.
         for build in self._builds.values():
             _errors.pop(build.serving.generation, None)
 
     def _run(self) -> None:
-        """What the thread does."""
+        """Read all rows, and pass an error to the readers."""
         give_way()
         try:
-            with self._held:
+            with self._resources:
                 self._read()
-        except BaseException as error:  # Whoever waits for rows must get it.
+        except BaseException as error:  # A reader that waits must get any error.
             for build in self._builds.values():
                 if not build.building.is_committed:
                     _errors[build.serving.generation] = error
 
     def _begin(self, plan: Plan) -> None:
-        """Read the probe rows, and begin all builds, or go on with them."""
-        asked, planned = self._asked, dict[str, Store]()
-        for name, each in asked.items():
-            shards = each.shards(check_length(each.dataset))
-            # Enough of a store to find an order of its rows.
+        """Read the probe rows, and begin or resume all builds."""
+        asked = self._asked
+        planned = dict[str, Store]()
+        for name, request in asked.items():
+            shards = request.shards(check_length(request.dataset))
+            # Enough of a store to compute an order of its rows.
             draft = Manifest.draft(shards.num_rows, shards.num_shards, _ANY_SCHEMA)
-            planned[name] = Store(each.directory.path, draft, ())
+            planned[name] = Store(request.directory.path, draft, ())
         probers = {
-            name: calling(read_probes, one.forms, telling_samples) for name, one in asked.items()
+            name: calling(read_probes, request.forms, telling_samples)
+            for name, request in asked.items()
         }
-        identities, probes = dict[str, Fingerprint](), dict[str, Probes]()
-        first, ahead = dict[str, Integers](), dict[str, list[Integers]]()
+        identities = dict[str, Fingerprint]()
+        probes = dict[str, Probes]()
+        first = dict[str, Integers]()
+        read_ahead = dict[str, list[Integers]]()
 
         def tasks() -> Iterator[tuple[str, int]]:
             for name, store in planned.items():
                 yield name, store.num_rows
             if not asked:
                 return
-            # While the rows are read, by others.
+            # While one worker reads the probe rows.
             self._workers.start()
             first.update(plan(planned))
-            ahead.update(self._read_ahead(first))
-            identities.update((name, each.identity) for name, each in asked.items())
+            read_ahead.update(self._read_ahead(first))
+            identities.update((name, request.identity) for name, request in asked.items())
 
         self._workers.run(
-            partial(_Each, probers), tasks(), lambda task, found: probes.update({task[0]: found})
+            partial(_ByName, probers), tasks(), lambda task, read: probes.update({task[0]: read})
         )
-        for name, one in asked.items():
-            draft = one.draft(one.dataset, probes[name], identities[name])
-            path, row_bytes = one.directory.path, probes[name].typical_bytes
+        for name, request in asked.items():
+            draft = request.draft(request.dataset, probes[name], identities[name])
+            path = request.directory.path
+            row_bytes = probes[name].typical_bytes
             building = Building.begin(path, draft, resume=True, row_bytes=row_bytes)
             self._locks[name].enter_context(building)
-            pieces = source_of(one.dataset, draft.schema).pieces()
-            build = self._builds[name] = _Build(building, probes[name], pieces)
+            group_of = source_of(request.dataset, draft.schema).pieces()
+            build = self._builds[name] = _Build(building, probes[name], group_of)
             if name in first:
-                build.begin(first[name], ahead.get(name, []))
+                build.begin(first[name], read_ahead.get(name, []))
 
     def _read_ahead(self, first: Mapping[str, Integers]) -> dict[str, list[Integers]]:
-        """Have the first step's rows read by all processes, until it is known how they are stored.
+        """Let all workers read the rows of the first step, before it is known how they are stored.
 
         Returns:
-            The rows of each process, by store: of as many stores as it can have tasks of.
+            The rows of each worker, by store. A worker can have tasks of a few stores only.
         """
-        workers, found = self._workers, dict[str, list[Integers]]()
+        workers = self._workers
+        rows_of_workers = dict[str, list[Integers]]()
         names = [name for name in first if isinstance(workers.dataset[name], ReadAhead)]
         for name in names[:IN_HAND]:
-            turns, rows = first[name]
-            some, count = _distinct(rows[turns < self._step_rows]), workers.num_workers
-            found[name] = [some[index::count] for index in range(count)]
-            for index, share in enumerate(found[name]):
-                keep = partial(_Each, {name: calling(ReadAhead.keep)})
-                workers.tell(index, keep, (name, share))
-        return found
+            ranks, rows = first[name]
+            step_rows = _distinct(rows[ranks < self._step_rows])
+            count = workers.num_workers
+            rows_of_workers[name] = [step_rows[index::count] for index in range(count)]
+            for index, worker_rows in enumerate(rows_of_workers[name]):
+                keep = partial(_ByName, {name: calling(ReadAhead.keep)})
+                workers.tell(index, keep, (name, worker_rows))
+        return rows_of_workers
 
     def _read(self) -> None:
-        """Read and write all rows that are missing, and finish each store."""
-        makers = {n: writer_of(b.building, b.probes.row_bytes) for n, b in self._builds.items()}
-        make, note = partial(_Each, makers), lambda task, s: self._builds[task[0]].note(task[1], s)
+        """Read and write all rows that are missing, and commit each store."""
+        writers = {
+            name: writer_of(build.building, build.probes.row_bytes)
+            for name, build in self._builds.items()
+        }
+
+        def note(task: tuple[str, RowNumbers], duration_s: float) -> None:
+            name, rows = task
+            self._builds[name].note(rows, duration_s)
+
         try:
             buildings = [build.building for build in self._builds.values()]
+            make = partial(_ByName, writers)
             run_writers(buildings, self._workers, make, self._tasks(), note)
-            self._finish()
-            if not all(each.building.is_committed for each in self._builds.values()):
+            self._commit()
+            if not all(building.is_committed for building in buildings):
                 raise StoreError(f"the build of {', '.join(self._builds)} was stopped")
         except BaseException as error:
             for build in self._builds.values():
                 if not (build.building.is_committed or isinstance(error, RandomDatasetError)):
                     build.building.sync()
-                    # Not the error: who keeps it keeps the frames that it went through.
-                    text = "%s (%s); the next run goes on with them"
+                    # The text only: the error would keep the frames of its traceback alive.
+                    text = "%s (%s); the next run resumes it"
                     _log.warning(text, build.building, str(error))
             raise
 
     def _tasks(self) -> Iterator[tuple[str, RowNumbers]]:
-        """What is read next: what readers want, in turns, and then all others in their order."""
-        for name, each in self._builds.items():
-            yield from ((name, rows) for rows in each.ahead)
-        begin = monotonic()
+        """Yield the rows to read next: requested ones by rank, and then all others in order."""
+        for name, build in self._builds.items():
+            yield from ((name, rows) for rows in build.read_ahead)
+        begin_s = monotonic()
         while not self._is_stopped:
-            found = [(*w, name) for name, each in self._builds.items() for w in each.wants()]
-            # Short at first: a reader does not wait long for what was begun before it came.
-            task_s = min(_TASK_S, max(_FIRST_TASK_S, (monotonic() - begin) / 10))
-            if not found:
-                self._finish()
-                others = ((0, each.others(), name) for name, each in self._builds.items())
-                found = next(([each] for each in others if len(each[1])), [])
-            if not found:
+            requests = [
+                (rank, rows, name)
+                for name, build in self._builds.items()
+                for rank, rows in build.requests()
+            ]
+            # Short at first, so that a new reader doesn't wait for a long task.
+            task_s = min(_TASK_S, max(_FIRST_TASK_S, (monotonic() - begin_s) / 10))
+            if not requests:
+                self._commit()
+                unrequested = (
+                    (0, build.unrequested(), name) for name, build in self._builds.items()
+                )
+                requests = next(([task] for task in unrequested if len(task[1])), [])
+            if not requests:
                 return
-            _, rows, name = min(found, key=itemgetter(0))
+            _, rows, name = min(requests, key=itemgetter(0))
             yield name, self._builds[name].take(rows, task_s)
 
-    def _finish(self) -> None:
-        """Make stores of the builds that have all rows. Nobody waits for others meanwhile."""
+    def _commit(self) -> None:
+        """Commit every build that has all its rows. Called only while no reader is waiting."""
         for name, build in self._builds.items():
-            if build.serving.share == 1.0 and not build.building.is_committed:
-                # Training goes on meanwhile.
+            if build.serving.progress == 1.0 and not build.building.is_committed:
+                # One thread, because training runs at the same time.
                 build.building.finish(num_threads=1)
                 self._locks[name].close()
 
 
-class _Each:
-    """What is made of each of several datasets, in a worker process."""
+class _ByName:
+    """Calls a function that is made once for each of several datasets, in a worker process."""
 
-    def __init__(self, makes: Mapping[str, Any], datasets: Mapping[str, Any]) -> None:
-        self._makes, self._datasets = makes, datasets
-        self._made: dict[str, Callable[[Any], Any]] = {}
+    def __init__(self, makers: Mapping[str, Any], datasets: Mapping[str, Any]) -> None:
+        self._makers = makers
+        self._datasets = datasets
+        self._functions: dict[str, Callable[[Any], Any]] = {}
 
-    def __call__(self, named: tuple[str, Any]) -> Any:
-        name, task = named
+    def __call__(self, task: tuple[str, Any]) -> Any:
+        name, argument = task
         with naming(name):
-            if name not in self._made:
-                self._made[name] = self._makes[name](self._datasets[name])
-            return self._made[name](task)
+            if name not in self._functions:
+                self._functions[name] = self._makers[name](self._datasets[name])
+            return self._functions[name](argument)
 
 
 class GrowingStore(Store):
-    """A store that is being built: whoever reads rows waits until they are there.
+    """A store that is being built.
 
     Args:
         path: The directory.
         manifest: Its draft.
-        serving: Which rows are there.
+        serving: The rows that are written.
     """
 
     def __init__(self, path: Path, manifest: Manifest, serving: Serving) -> None:
         super().__init__(path, manifest, [])
         self.serving = serving
-        self.columns = [
-            Supplied(
-                _GrowingItems.of_column(each, self.files, partial(self.whole_items, index))
-                if isinstance(each, RaggedColumn)
-                else each.open(self.files),
-                serving.get,
+        for column in manifest.columns:
+            self.mapped_columns.append(
+                _GrowingItems.of(column, self)
+                if isinstance(column, RaggedColumn)
+                else column.open(self.files)
             )
-            for index, each in enumerate(manifest.columns)
-        ]
-        #: Of another reader than those who look at single rows meanwhile.
-        self.supply = Serving(serving.generation, self.num_rows)
+        #: For loaders. Those who read single rows at the same time replace other requests.
+        self.pending = Serving(serving.generation, self.num_rows)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return open_again, (self.path, self.manifest.generation)
 
-    @cached_property
     @override
-    def whole(self) -> Store:
-        if self.serving.share < 1.0:
+    def _make_readable(self, rows: Integers, field: str | None = None) -> None:
+        self.serving.request(rows)
+        self.serving.wait(rows)
+
+    @override
+    def completed(self) -> Store:
+        return self._completed
+
+    @cached_property
+    def _completed(self) -> Store:
+        if self.serving.progress < 1.0:
             _log.warning(
-                "the store at %s is built first: a field is looked up in all of its rows", self.path
+                "the store at %s is built first, because all rows of a field are needed", self.path
             )
         self.serving.wait_for_commit()
-        found = open_directory(self.path, self.manifest.generation)
-        for index, column in enumerate(super().provide(None, ())):
+        store = open_directory(self.path, self.manifest.generation)
+        for index, column in enumerate(self.mapped_columns):
             if isinstance(column, MappedRows):  # Its pages are in this process already.
-                found.columns[index] = column
-        return found
+                store.mapped_columns[index] = column
+        return store
 
 
 def open_growing(path: Path) -> GrowingStore | None:
-    """Open a store that is being built; None where none is, or a whole one is there."""
+    """Open a store that is being built. Return None if there is none, or a committed store."""
     for generation in [] if is_store(path) else StoreDirectory(path).unfinished(KEY):
         if not (generation / SERVING).is_dir():
-            continue  # Nobody reads from it.
+            continue  # A build that shares no rows.
         try:
             draft = read_draft(generation, KEY)
             return GrowingStore(path, draft, Serving(generation, draft.num_rows))
-        except FileNotFoundError:  # It was committed meanwhile.
+        except FileNotFoundError:  # It has just been committed.
             continue
         except StoreError as error:
             raise StoreError(
-                f"the store at {path} is not whole yet, and its rows cannot be read before that:"
-                f" {error}: wait until its build has ended, or choose another directory"
+                f"the store at {path} is still being built, and its rows cannot be read before"
+                f" the end: {error}. Wait for its build, or choose another directory."
             ) from error
     return None
 
 
 def open_again(path: Path, generation: str) -> Store:
-    """Open a store that was being built, and may be whole by now."""
-    found = open_growing(path)
-    return open_directory(path, generation) if found is None else found
+    """Open a store that was being built and may be committed by now."""
+    growing = open_growing(path)
+    return open_directory(path, generation) if growing is None else growing
 
 
 @dataclass(frozen=True)
-class _GrowingItems(ComingItems):
-    """The rows of a ragged column that is being written: pieces of files."""
+class _GrowingItems(RaggedRows):
+    """A field whose rows differ in length, while its rows are written to one file per writer."""
 
     column: RaggedColumn
-    files: Path
-    #: By place the row's piece, the first byte in it, and its sizes.
+    store: GrowingStore
+    #: By file row: the writer, the first byte in its file, and the sizes of the row.
     entries: Integers
 
     @classmethod
-    def of_column(cls, column: RaggedColumn, files: Path, whole: Callable[[], ItemRows]) -> Self:
-        """The rows of a column of the files of a build."""
+    def of(cls, column: RaggedColumn, store: GrowingStore) -> Self:
+        """Open the column of a store that is being built."""
         shape = column.shards.num_rows, 2 + column.field.num_variable
-        entries = np.memmap(files / column.places_name, np.int64, "r", shape=shape)
-        return cls.of(column.field, column.shards, whole, column, files, entries)
+        entries = np.memmap(store.files / column.places_name, np.int64, "r", shape=shape)
+        return cls(column.field, column.shards, column, store, entries)
 
     @override
-    def among(self, locations: Integers) -> tuple[Tensor, Located]:
-        entries = self.entries[locations]
+    def among(self, file_rows: Integers) -> tuple[Tensor, Located]:
+        entries = self.entries[file_rows]
         try:
-            data = np.concatenate([*self.column.joined(self.files, entries), _NO_BYTES])
-        except FileNotFoundError:  # The pieces were joined, and removed.
-            return self.whole().among(locations)
-        # Without items, numpy's stride may be 0.
+            data = np.concatenate([*self.column.joined(self.store.files, entries), _NO_BYTES])
+        except FileNotFoundError:  # The build was committed, and these files were removed.
+            column = self.store.completed().column(self.field.name)
+            assert isinstance(column, ItemRows)
+            return column.among(file_rows)
+        # numpy's stride may be 0 if there are no items.
         items = torch.from_numpy(data).as_strided((len(data),), (1,)).view(self.field.dtype)
         sizes = np.ascontiguousarray(entries[:, 2:])
         located = Located(starts_of(sizes.prod(axis=1)), sizes)

@@ -6,7 +6,7 @@ import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,13 @@ from lightning_memmap.store.columns import Column
 from lightning_memmap.store.files import open_plain, replaced
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import (
-    ComingItems,
     ItemRows,
     Located,
     MappedRows,
     OpenColumn,
-    Supplied,
+    RaggedRows,
 )
-from lightning_memmap.store.store import Store, Supply
+from lightning_memmap.store.store import PendingRows, Store
 
 #: A file begins at a multiple of this in memory.
 _PAGE = mmap.ALLOCATIONGRANULARITY
@@ -59,10 +58,14 @@ class JoinedStore(Store):
         )
         #: The files of each field: see `Store.row_files`.
         self._files: dict[str, list[tuple[Path, int, int]]] = {}
-        if any(part.supply is not None for part in self.parts):
-            self.supply = _JoinedSupply(self)
-        # Of a store at a URL, all shards are fetched.
-        opened = [part.provide(None, range(part.num_shards)) for part in self.parts]
+        if any(part.pending is not None for part in self.parts):
+            self.pending = _JoinedRows(self)
+        for part in self.parts:
+            if part.pending is None:
+                part.download()
+            else:
+                part.pending.expect(range(part.num_shards))
+        opened = [part.mapped_columns for part in self.parts]
         joined = [self._joined(*each) for each in enumerate(zip(*opened, strict=True))]
         more = {
             "num_rows": sum(part.num_rows for part in self.parts),
@@ -82,15 +85,19 @@ class JoinedStore(Store):
         shards = [part.manifest.shards for part in self.parts]
         return JoinedRows(self._names, tuple(map(StoreRows.of, shards, subsets)))
 
-    @property
     @override
-    def whole(self) -> Store:
-        return self if self.supply is None else self._whole
+    def completed(self) -> Store:
+        return self if self.pending is None else self._completed
 
     @cached_property
-    def _whole(self) -> Store:
+    def _completed(self) -> Store:
         pairs = zip(self._names, self.parts, strict=True)
-        return JoinedStore(self.path, {name: part.whole for name, part in pairs})
+        return JoinedStore(self.path, {name: part.completed() for name, part in pairs})
+
+    @override
+    def _make_readable(self, rows: Integers, field: str | None = None) -> None:
+        for part, _, part_rows in self.each(rows):
+            part._make_readable(part_rows, field)
 
     @cached_property
     @override
@@ -127,10 +134,9 @@ class JoinedStore(Store):
         """One field of all stores."""
         field = self.parts[0].schema.fields[index]
         ragged = [column for column in columns if isinstance(column, ItemRows)]
-        if ragged and self.supply is not None:
-            whole = partial(self.whole_items, index)
-            coming = _JoinedItems.of(field, self._places, whole, ragged, self._begins)
-            return Supplied(coming, partial(self._get, index))
+        if field.num_variable and self.pending is not None:
+            parts = [column for column in columns if isinstance(column, RaggedRows)]
+            return _JoinedItems(field, self._places, parts, self._begins)
         sizes = [len(column.items) for column in ragged] or [part.num_rows for part in self.parts]
         begins = self._begins_of(sizes)
         files = self._files[field.name] = [
@@ -140,8 +146,7 @@ class JoinedStore(Store):
         ]
         items = _map(field, files, int(begins[-1]) + sizes[-1])
         if not ragged:
-            rows = MappedRows(self._places, items)
-            return rows if self.supply is None else Supplied(rows, partial(self._get, index))
+            return MappedRows(self._places, items)
         num_rows = int(self._begins[-1]) + self.parts[-1].num_rows
         ends = np.zeros((num_rows, ragged[0].index.shape[1]), np.int64)
         for column, row, begin in zip(ragged, self._begins.tolist(), begins.tolist(), strict=True):
@@ -157,12 +162,6 @@ class JoinedStore(Store):
         for number, part in enumerate(self.parts):
             here = np.flatnonzero(stores == number)
             yield part, here, rows[here] - self._rows.starts[number]
-
-    def _get(self, index: int, rows: Integers | None) -> None:
-        """Bring rows of one field, or all."""
-        for part, _, some in self.each(np.arange(self.num_rows) if rows is None else rows):
-            if isinstance(column := part.columns[index], Supplied):
-                column.get(some)
 
 
 class JoinedManifest(Manifest, frozen=True, kw_only=True):
@@ -223,10 +222,10 @@ class _Places:
 
 
 @dataclass(frozen=True)
-class _JoinedItems(ComingItems):
+class _JoinedItems(RaggedRows):
     """Rows of several stores that differ in length, of which some are still to come."""
 
-    columns: Sequence[ItemRows]
+    columns: Sequence[RaggedRows]
     begins: Integers
 
     @override
@@ -240,44 +239,43 @@ class _JoinedItems(ComingItems):
         return items, Located(starts_of(sizes.prod(axis=1))[back], sizes[back])
 
 
-class _JoinedSupply(Supply):
-    """Brings the rows of several stores."""
+class _JoinedRows(PendingRows):
+    """The pending rows of several stores."""
 
     def __init__(self, store: JoinedStore) -> None:
         self._store = store
 
-    def _each(self, rows: Integers) -> Iterator[tuple[Supply, Integers, Integers]]:
+    def _each(self, rows: Integers) -> Iterator[tuple[PendingRows, Integers, Integers]]:
         for part, places, some in self._store.each(rows):
-            if part.supply is not None:
-                yield part.supply, places, some
+            if part.pending is not None:
+                yield part.pending, places, some
 
     @property
     @override
-    def share(self) -> float:
+    def progress(self) -> float:
         parts = self._store.parts
-        shares = [1.0 if part.supply is None else part.supply.share for part in parts]
-        return float(np.average(shares, weights=[part.num_rows for part in parts]))
+        progress = [1.0 if part.pending is None else part.pending.progress for part in parts]
+        return float(np.average(progress, weights=[part.num_rows for part in parts]))
 
     @property
     @override
     def is_complete(self) -> bool:
-        supplies = [part.supply for part in self._store.parts if part.supply is not None]
-        return all(supply.is_complete for supply in supplies)
+        return all(part.is_complete for part in self._store.parts)
 
     @override
-    def want(self, rows: Integers, turns: Integers | None = None) -> None:
-        for supply, places, some in self._each(rows):
-            supply.want(some, places)
+    def request(self, rows: Integers, ranks: Integers | None = None) -> None:
+        for pending, places, some in self._each(rows):
+            pending.request(some, places)
 
     @override
     def wait(self, rows: Integers) -> None:
-        for supply, _, some in self._each(rows):
-            supply.wait(some)
+        for pending, _, some in self._each(rows):
+            pending.wait(some)
 
     @override
     def close(self) -> None:
-        for supply, *_ in self._each(np.zeros(0, np.int64)):
-            supply.close()
+        for pending, *_ in self._each(np.zeros(0, np.int64)):
+            pending.close()
 
 
 def _map(field: Field, files: Sequence[tuple[Path, int, int]], num_rows: int) -> Tensor:

@@ -1,20 +1,19 @@
-"""Open columns: the rows of each field of a store, as they lie in memory.
+"""Open columns: the rows of one field of a store, mapped into memory.
 
-The files are mapped, and of a stranger: whatever an index says is checked before it is used.
+The files may come from an untrusted source, so every index entry is checked before it is used.
 """
 
 import math
 import os
-from abc import abstractmethod
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling.rows import Integers, starts_of
@@ -22,77 +21,37 @@ from lightning_memmap.schema.fields import Field, Values, take_rows
 from lightning_memmap.store.files import leaf_bytes, open_plain, unreadable
 from lightning_memmap.store.segments import copy_segments
 
-#: No dimension of a row is larger, so that products of sizes can be checked.
+#: Largest size of a row in one dimension, so that products of sizes can be checked.
 _MAX_SIZE = 2**40
-#: The largest size of a row without items in a dimension that differs: nothing else bounds it, and
-#: whoever pads such rows makes memory of that size.
+#: Largest size, in a variable dimension, of a row without items. No file bounds it, and padding
+#: such a row allocates memory of that size.
 MAX_EMPTY_SIZE = 2**16
-#: Rows whose places are looked up at once.
+#: Rows that are looked up at once.
 LOCATED_ROWS = 2**18
 
 
-class OpenColumn(Protocol):
-    """The rows of one field of an open store."""
-
-    @property
-    def tensor(self) -> Tensor:
-        """All rows as one mapped tensor of shape (num_rows, *field shape), on the CPU, shard after
-        shard."""
-
-    def row(self, row: int) -> Tensor:
-        """Copy one row, given in dataset order and in ``[0, num_rows)``."""
-
-    def fetch(self, rows: Integers) -> Values:
-        """Copy rows, given by their numbers in dataset order, int64 of shape (B,)."""
-
-
 class Located(NamedTuple):
-    """Where rows lie among items."""
+    """The items of some rows, as ranges of one tensor of items."""
 
     starts: Integers
     """The first item of each row, int64 of shape (B,)."""
     sizes: Integers
-    """Its sizes in the dimensions that differ, int64 of shape (B, number of these)."""
+    """The sizes of each row in its variable dimensions, int64 of shape (B, these dimensions)."""
 
 
 class Locating(Protocol):
-    """Knows where rows lie in memory: the shards of a store, or of several."""
+    """Maps rows to file rows, for one store or for several."""
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
 
     def file_rows(self, rows: Any) -> Any:
         """Return where rows are stored, int64 of the same shape, or one integer."""
 
 
-@dataclass(frozen=True)
-class Supplied:
-    """A column whose rows are brought before they are read."""
-
-    column: OpenColumn
-    #: Brings rows, or all.
-    get: Callable[[Integers | None], None]
-
-    @property
-    def tensor(self) -> Tensor:
-        """All rows."""
-        self.get(None)
-        return self.column.tensor
-
-    def row(self, row: int) -> Tensor:
-        """A copy of one row."""
-        self.get(np.array([row]))
-        return self.column.row(row)
-
-    def fetch(self, rows: Integers) -> Values:
-        """Copies of rows."""
-        self.get(rows)
-        return self.column.fetch(rows)
-
-
 def map_rows(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Map a file as a tensor, by its descriptor: what was checked is what is mapped."""
+    """Map a file as a tensor, by the descriptor whose size was checked."""
     count = math.prod(shape)
     try:
         file = open_plain(path)
@@ -101,19 +60,18 @@ def map_rows(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     except OSError as error:
         raise unreadable(path, error) from error
     try:
-        found = os.fstat(file).st_size
-        if found != count * dtype.itemsize:
+        num_bytes = os.fstat(file).st_size
+        if num_bytes != count * dtype.itemsize:
             raise StoreError(
-                f"{path} has {found} bytes, expected {count * dtype.itemsize}: build the store"
+                f"{path} has {num_bytes} bytes, expected {count * dtype.itemsize}: build the store"
                 " again"
             )
-        # Not shared: copy-on-write.
+        # shared=False maps the file copy-on-write.
         mapped = torch.from_file(f"/proc/self/fd/{file}", shared=False, size=count, dtype=dtype)
     except (OSError, RuntimeError) as error:
         raise StoreError(
-            f"{path} cannot be mapped: {error}: see that you have the right to read it, that its"
-            " disk works, and that the process may map that much (`ulimit -v`) and that many files"
-            " (`sysctl vm.max_map_count`)"
+            f"{path} cannot be mapped: {error}. Check that you may read it, that its disk works,"
+            " and the limits of memory (`ulimit -v`) and of mappings (`sysctl vm.max_map_count`)."
         ) from error
     finally:
         os.close(file)
@@ -122,59 +80,95 @@ def map_rows(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True)
 class MappedRows:
-    """The rows of a file that is mapped."""
+    """A field whose rows have one shape, in one mapped tensor."""
 
     shards: Locating
+    #: All rows in file order, of shape (num_rows, *field shape), on the CPU.
     tensor: Tensor
 
     def row(self, row: int) -> Tensor:
-        """A copy of one row."""
+        """Copy one row, by its index in dataset order."""
         return self.tensor[int(self.shards.file_rows(row))].clone()
 
     def fetch(self, rows: Integers) -> Values:
-        """Copies of rows."""
+        """Copy rows, by their indices in dataset order, int64 of shape (B,)."""
         return Values(take_rows(self.tensor, self.shards.file_rows(rows)))
 
 
 def packed_index(sizes: Integers) -> Integers:
-    """The index of rows whose items lie one after the other."""
+    """Compute the index of rows whose items are stored without gaps, from the sizes of the rows."""
     ends = np.cumsum(sizes.prod(axis=1))
     index: Integers = ends[:, None] if sizes.shape[1] == 1 else np.c_[ends, sizes]
     return index
 
 
 @dataclass(frozen=True)
-class ItemRows:
-    """Rows that differ in length, in one place in memory. An open column is one."""
+class RaggedRows(ABC):
+    """A field whose rows differ in length."""
 
     field: Field
     shards: Locating
+
+    @abstractmethod
+    def among(self, file_rows: Integers) -> tuple[Tensor, Located]:
+        """Return a tensor that contains the items of some rows, and the range of each row in it."""
+
+    def row(self, row: int) -> Tensor:
+        """Copy one row, by its index in dataset order."""
+        items, ((start,), sizes) = self.among(self.shards.file_rows(np.array([row])))
+        shape = sizes[0].tolist()
+        stop = start + math.prod(shape)
+        return items[start:stop].clone().view(*shape, *self.field.item_shape)
+
+    def fetch(self, rows: Integers) -> Values:
+        """Copy rows, by their indices in dataset order, int64 of shape (B,)."""
+        return self.read(self.shards.file_rows(rows))
+
+    def read(self, file_rows: Integers) -> Values:
+        """Copy rows, by their indices in the files."""
+        items, (starts, sizes) = self.among(file_rows)
+        lengths = sizes.prod(axis=1)
+        item_bytes = self.field.item_bytes
+        shape = int(lengths.sum()), *items.shape[1:]
+        data = torch.empty(shape, dtype=items.dtype, device="cpu")
+        copy_segments(
+            leaf_bytes(items),
+            starts * item_bytes,
+            leaf_bytes(data),
+            starts_of(lengths) * item_bytes,
+            lengths * item_bytes,
+        )
+        return Values(data, sizes)
+
+
+@dataclass(frozen=True)
+class ItemRows(RaggedRows):
+    """A field whose rows differ in length, with all items in one tensor and an index of the rows.
+
+    Rows of 2, 0 and 3 items: the index is 2, 2, 5, the end of each row's items. If several
+    dimensions are variable, each entry also holds the sizes of its row.
+    """
+
     items: Tensor
+    #: int64 of shape (num_rows, 1 or 1 + variable dimensions), in file order.
     index: Integers
 
-    @property
-    def tensor(self) -> Tensor:
-        """Never: the rows do not lie in one tensor."""
-        raise StoreError(
-            f"field {self.field.name!r}: its rows differ in length, so that they do not lie in one"
-            " tensor: read them by row, or through a loader"
-        )
-
-    def at(self, locations: Integers) -> Located:
-        """Find rows."""
-        # As an unsigned integer, a negative location is larger than any other.
-        if len(locations) and int(locations.view(np.uint64).max()) >= len(self.index):
-            raise IndexError(f"locations {locations.min()} to {locations.max()}: outside the rows")
-        ends = self.index[:, 0].take(locations)
-        starts = self.index[:, 0].take(locations - 1, mode="wrap")
-        starts[locations == 0] = 0
-        # Compared, not subtracted: a difference may overflow.
-        least, most = starts.min(initial=0), ends.max(initial=0)
+    def at(self, file_rows: Integers) -> Located:
+        """Look up rows in the index, and check their entries."""
+        # As an unsigned integer, a negative index is larger than any other.
+        if len(file_rows) and int(file_rows.view(np.uint64).max()) >= len(self.index):
+            raise IndexError(f"file rows {file_rows.min()} to {file_rows.max()}: outside the rows")
+        ends = self.index[:, 0].take(file_rows)
+        starts = self.index[:, 0].take(file_rows - 1, mode="wrap")
+        starts[file_rows == 0] = 0
+        # Compared, not subtracted, because a difference may overflow.
+        least = starts.min(initial=0)
+        most = ends.max(initial=0)
         is_valid = least >= 0 and most <= len(self.items) and bool((starts <= ends).all())
         lengths = ends - starts
         sizes = lengths[:, None]
         if is_valid and self.field.num_variable > 1:
-            sizes = self.index[:, 1:].take(locations, axis=0)
+            sizes = self.index[:, 1:].take(file_rows, axis=0)
             most = np.where(lengths, _MAX_SIZE, MAX_EMPTY_SIZE)[:, None]
             is_small = ((sizes >= 0) & (sizes <= most)).all()
             # As floats too, which do not overflow.
@@ -182,61 +176,22 @@ class ItemRows:
             is_valid = bool(is_small and (products == lengths).all())
         if not is_valid:
             raise StoreError(
-                f"field {self.field.name!r}: the index of its rows is damaged: check the store with"
-                " `lightning-memmap store verify`, and build it again"
+                f"field {self.field.name!r}: the index of its rows is damaged. Check the store with"
+                " `lightning-memmap store verify`, and build it again."
             )
         return Located(starts, sizes)
 
-    def among(self, locations: Integers) -> tuple[Tensor, Located]:
-        """The items that rows are among, and where they are."""
-        return self.items, self.at(locations)
+    @override
+    def among(self, file_rows: Integers) -> tuple[Tensor, Located]:
+        return self.items, self.at(file_rows)
 
     def lengths(self) -> Integers:
-        """The items of each row, int64 of shape (rows,), in dataset order."""
+        """Count the items of each row, int64 of shape (num_rows,), in dataset order."""
         lengths = np.empty(self.shards.num_rows, np.int64)
-        for first in range(0, len(lengths), LOCATED_ROWS):
-            rows = np.arange(first, min(first + LOCATED_ROWS, len(lengths)), dtype=np.int64)
+        for start in range(0, len(lengths), LOCATED_ROWS):
+            rows = np.arange(start, min(start + LOCATED_ROWS, len(lengths)), dtype=np.int64)
             lengths[rows] = self.at(self.shards.file_rows(rows)).sizes.prod(axis=1)
         return lengths
 
-    def row(self, row: int) -> Tensor:
-        """A copy of one row."""
-        items, ((start,), sizes) = self.among(self.shards.file_rows(np.array([row])))
-        end = start + math.prod(shape := sizes[0].tolist())
-        return items[start:end].clone().view(*shape, *self.field.item_shape)
 
-    def fetch(self, rows: Integers) -> Values:
-        """Copies of rows."""
-        return self.read(self.shards.file_rows(rows))
-
-    def read(self, locations: Integers) -> Values:
-        """Copies of rows that are given by where they lie."""
-        items, (starts, sizes) = self.among(locations)
-        lengths, size = sizes.prod(axis=1), self.field.item_bytes
-        shape = int(lengths.sum()), *items.shape[1:]
-        data = torch.empty(shape, dtype=items.dtype, device="cpu")
-        target, places = leaf_bytes(data), starts_of(lengths)
-        copy_segments(leaf_bytes(items), starts * size, target, places * size, lengths * size)
-        return Values(data, sizes)
-
-
-@dataclass(frozen=True)
-class ComingItems(ItemRows):
-    """Rows that differ in length, of which some are still to come. They lie in several files."""
-
-    #: Waits for all rows, and gives them.
-    whole: Callable[[], ItemRows]
-
-    @classmethod
-    def of(cls, field: Field, shards: Locating, *more: Any) -> Self:
-        """The rows of a field, with what subclasses need."""
-        return cls(field, shards, Values.none(field).data, np.empty((0, 1), np.int64), *more)
-
-    @override
-    def at(self, locations: Integers) -> Located:
-        return self.whole().at(locations)
-
-    @override
-    @abstractmethod
-    def among(self, locations: Integers) -> tuple[Tensor, Located]:
-        """Rows that are there."""
+OpenColumn: TypeAlias = MappedRows | RaggedRows

@@ -147,9 +147,9 @@ def _compare_samples(store: Store, samples: Iterable[Any]) -> int:
 
 def _compare(store: Store, rows: range, read: Callable[[], list[Values]]) -> None:
     """Compare rows that are read with those of a store."""
-    columns = zip(store.manifest.schema.fields, store.columns, strict=True)
-    for (field, column), values in zip(columns, _as_stored(store, read), strict=True):
-        stored = column.fetch(np.asarray(rows, np.int64))
+    fields = store.manifest.schema.fields
+    all_stored = store.read(np.asarray(rows, np.int64))
+    for field, stored, values in zip(fields, all_stored, _as_stored(store, read), strict=True):
         for row, one, other in zip(rows, values.rows(), stored.rows(), strict=True):
             if hash_row([one]) != hash_row([other]):
                 raise _other_row(store, row, f", in field {field.name!r}")

@@ -1,7 +1,6 @@
 """Series: rows of a store that are cut into windows along their first dimension."""
 
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +12,7 @@ from lightning_memmap.sampling.factory import Fields
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.rows import Integers, Rows, WindowedRows
 from lightning_memmap.schema.forms import Form, Windows
-from lightning_memmap.store.open_columns import ItemRows, OpenColumn
+from lightning_memmap.store.open_columns import ItemRows, MappedRows, OpenColumn
 from lightning_memmap.store.store import Store
 
 
@@ -60,8 +59,9 @@ def windowed(store: Store, rows: Rows, variable: Mapping[str, Form]) -> Rows:
 def read_series(store: Store, fields: tuple[str, ...], rows: Rows) -> Series:
     """Find the series that rows of a store are. No step is read."""
     places = store.in_memory(series_places(rows))
-    opened = [*chain(*(store.provide([name], range(store.num_shards)) for name in fields))]
-    found = [_series(column, places) for column in opened]
+    store = store.completed()
+    store.download(fields=fields)
+    found = [_series(store.column(name), places) for name in fields]
     for name, other in zip(fields, found, strict=True):
         wrong = np.flatnonzero((other.steps != found[0].steps) | (other.begins != found[0].begins))
         if len(wrong):
@@ -84,6 +84,7 @@ def _series(column: OpenColumn, places: Integers) -> Series:
     if isinstance(column, ItemRows):
         begins, sizes = column.at(places)
         return Series(begins, sizes[:, 0])
+    assert isinstance(column, MappedRows)
     size = column.tensor.shape[1]
     return Series(places * size, np.full_like(places, size))
 
@@ -92,6 +93,7 @@ def steps_of(column: OpenColumn) -> Tensor:
     """The steps of all rows of a column, one after the other."""
     if isinstance(column, ItemRows):
         return column.items
+    assert isinstance(column, MappedRows)
     return column.tensor.as_subclass(Tensor).flatten(0, 1)
 
 

@@ -1,14 +1,15 @@
-"""Open a store: from its manifest alone, read-only, nothing ever unpickled."""
+"""Open a store, read-only, from its manifest alone. Nothing is ever unpickled."""
 
 import math
 import operator
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,13 +19,13 @@ from torch import Tensor
 
 from lightning_memmap.errors import StoreError, check_integer, nearest
 from lightning_memmap.sampling.rows import Integers, Rows, StoreRows
-from lightning_memmap.schema.fields import Field, field_name, name_as_stored
+from lightning_memmap.schema.fields import Field, Values, field_name, name_as_stored
 from lightning_memmap.schema.kinds import Duration, Text
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.checksums import compute_checksums, merge_chunks
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.open_columns import ItemRows, OpenColumn, Supplied
+from lightning_memmap.store.open_columns import ItemRows, MappedRows, OpenColumn
 from lightning_memmap.store.tensordicts import Source, rows_of_shards
 
 
@@ -54,52 +55,69 @@ class Damage:
         )
 
 
-class Supply(Protocol):
-    """Brings the rows of a store that are not there yet, for one reader."""
+class PendingRows(ABC):
+    """Rows of a store that haven't arrived: they are still being built or downloaded.
+
+    Only `Store.read`, `Store.read_row` and the loaders read such a store. Everything else calls
+    `Store.completed` first.
+    """
 
     @property
-    def share(self) -> float:
-        """How much of them is there, from 0 to 1."""
+    @abstractmethod
+    def progress(self) -> float:
+        """The fraction of rows that have arrived, from 0 to 1."""
 
     @property
+    @abstractmethod
     def is_complete(self) -> bool:
-        """Whether all of them are there to stay. Where they will never be, this raises why."""
+        """Whether all rows have arrived for good. Raises the error of a build that failed."""
 
-    def want(self, rows: Integers, turns: Integers | None = None) -> None:
-        """Ask for rows, in the order in which they are needed, instead of those before.
+    def expect(self, shards: Collection[int]) -> None:  # noqa: B027
+        """Declare the only shards whose rows will be requested, before the first request."""
 
-        Turns are their places in that order, which may be shared with rows of other stores.
+    @abstractmethod
+    def request(self, rows: Integers, ranks: Integers | None = None) -> None:
+        """Request rows in the order in which they are needed. Replaces the previous request.
+
+        Args:
+            rows: Rows in dataset order, int64 of shape (B,).
+            ranks: When each is needed, ascending, int64 of shape (B,), if requests for several
+                stores are to be served in one order. By default 0 to B-1.
         """
 
+    @abstractmethod
     def wait(self, rows: Integers) -> None:
-        """Wait until rows are there. Where they will never be, this raises why."""
+        """Block until rows have arrived. Raises the error of a build or download that failed."""
 
+    @abstractmethod
     def close(self) -> None:
-        """No more rows are wanted for now."""
+        """Withdraw the request."""
 
 
 class Store:
     """An open store. Use `lightning_memmap.store.open_store` or `build_store` to get one.
 
-    It is a map-style dataset as well: ``store[i]`` is row ``i`` in dataset order, with tensors, and
-    for text str and bytes, as leaves. A list of records is a list again, and None is None.
+    A store is also a map-style dataset: ``store[i]`` is row ``i`` in dataset order. Its leaves are
+    tensors, str for text, and bytes; a list of records is a list again, and None is None.
     Processes on one machine that open the same store share its pages in memory.
 
     Args:
-        path: The directory; of a store at a URL, that of the files in the cache.
+        path: The directory; for a store at a URL, the directory of its files in the cache.
         manifest: What the store contains.
-        columns: The rows of each field, in the order of the fields.
+        columns: The mapped rows of each field, in the order of the fields.
     """
 
-    #: Brings rows while the store is built or fetched; None where all are there.
-    supply: Supply | None = None
+    #: Rows that are being built or downloaded in the background; None if there are none.
+    pending: PendingRows | None = None
 
     def __init__(self, path: Path, manifest: Manifest, columns: Sequence[OpenColumn]) -> None:
         self.path = path
-        #: The directory of the files of the columns. They never change.
+        #: The directory of the column files. They never change.
         self.files = path / manifest.generation
         self.manifest = manifest
-        self.columns = list(columns)
+        #: One column per field. Rows that haven't arrived read as undefined values: use `read`, or
+        #: `completed` and `download`.
+        self.mapped_columns = list(columns)
         self._build: Callable[[Sequence[Any]], Any] = self.schema.builder(is_row=True)
 
     @property
@@ -108,19 +126,29 @@ class Store:
         return str(self.path)
 
     @property
-    def whole(self) -> "Store":
-        """The store with all rows, for which this waits."""
+    def is_complete(self) -> bool:
+        """Whether no rows are still being built or downloaded."""
+        return self.pending is None or self.pending.is_complete
+
+    def completed(self) -> "Store":
+        """Wait for a build of this store, and return the store that it commits.
+
+        Shards of a store at a URL are downloaded when they are read, or by `download`.
+        """
         return self
 
-    def finished(self) -> "Store | None":
-        """The store with all rows; None where some have still to come."""
-        return self.whole if self.supply is None or self.supply.is_complete else None
+    def download(
+        self, shards: Collection[int] | None = None, fields: Collection[str] | None = None
+    ) -> None:
+        """Download shards that are not in the cache yet. A store in a directory has all of them.
 
-    def whole_items(self, index: int) -> ItemRows:
-        """All rows of a field that differ in length, for which this waits."""
-        column = self.whole.columns[index]
-        assert isinstance(column, ItemRows)
-        return column
+        Args:
+            shards: By default all.
+            fields: Names of fields; by default all.
+
+        Raises:
+            StoreError: A shard cannot be downloaded, or has another checksum than the manifest.
+        """
 
     @property
     def num_rows(self) -> int:
@@ -139,102 +167,144 @@ class Store:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the dataset's classes, by label; empty where it has none."""
+        """The names of the dataset's classes, by label; empty if it names none."""
         return self.manifest.classes
 
     @property
     def tensors(self) -> list[Tensor]:
-        """One mapped tensor per field, shard after shard. Writing to it changes no file."""
-        return [column.tensor for column in self.columns]
+        """One mapped tensor per field, shard after shard. Writing to it changes no file.
+
+        Raises:
+            StoreError: The rows of a field differ in length.
+        """
+        store = self.completed()
+        for field, column in zip(self.schema.fields, store.mapped_columns, strict=True):
+            if not isinstance(column, MappedRows):
+                raise StoreError(
+                    f"field {field.name!r}: its rows differ in length, so they are not one tensor."
+                    " Read them with store[row], with items_of(), or through a loader."
+                )
+        store.download()
+        return [column.tensor for column in store.mapped_columns if isinstance(column, MappedRows)]
 
     def rows(self, subset: Integers | None = None) -> Rows:
-        """What an order orders: the rows of the store, or those of some numbers."""
+        """Return the rows that an order draws from: all rows, or a subset, int64 of shape (n,)."""
         return StoreRows.of(self.manifest.shards, subset)
 
     def each(self, rows: Integers) -> "Iterator[tuple[Store, Integers, Integers]]":
-        """Each store that it consists of, the places of its rows among some, and their numbers."""
+        """Split rows by store: yield each store, the indices of its rows in `rows`, and its
+        rows."""
         yield self, np.arange(len(rows)), rows
 
     @property
     def has_gaps(self) -> bool:
-        """Whether rows lie elsewhere in the mapped columns than in files; see `in_memory`."""
+        """Whether rows have other indices in the mapped columns than in files; see `in_memory`."""
         return False
 
     def in_memory(self, locations: Integers) -> Integers:
-        """Where rows lie in the mapped columns, by where they lie in the files: here the same."""
+        """Return the indices of file rows in the mapped columns."""
         return locations
+
+    def row_files(self, column: Column) -> list[tuple[Path, int, int]]:
+        """List the files of a column's rows or items: path, first byte in memory, and size."""
+        size = column.file_bytes.get(column.rows_name, 0)
+        return [(self.files / column.rows_name, 0, size)] if size else []
+
+    def column(self, field: str) -> OpenColumn:
+        """Return the mapped column of a field, by its stored name."""
+        names = [stored.name for stored in self.schema.fields]
+        return self.mapped_columns[names.index(field)]
+
+    def read(self, rows: Integers) -> list[Values]:
+        """Copy rows of all fields, int64 of shape (B,) in dataset order, once they have arrived."""
+        self._make_readable(rows)
+        return [column.fetch(rows) for column in self.mapped_columns]
+
+    def read_row(self, row: int, field: str | None = None) -> list[Tensor]:
+        """Copy one row of all fields, or of one, once it has arrived."""
+        self._make_readable(np.array([row]), field)
+        columns = self.mapped_columns if field is None else [self.column(field)]
+        return [column.row(row) for column in columns]
+
+    def _make_readable(self, rows: Integers, field: str | None = None) -> None:
+        """Wait until rows have arrived, or download their shards."""
 
     def values(self, field: str, rows: Integers | None = None) -> NDArray[Any]:
         """Read the value of a field of each row; see `lightning_memmap.sampling.Fields`."""
         index = self._index_of(field)
-        found = self.schema.fields[index]
-        kind = found.kind
+        stored = self.schema.fields[index]
+        kind = stored.kind
         is_text = isinstance(kind, Text) and not kind.many
-        if not is_text and (found.num_variable or math.prod(found.item_shape) != 1):
+        if not is_text and (stored.num_variable or math.prod(stored.item_shape) != 1):
             raise ValueError(
-                f"field {field!r}: its rows are {found.described}; give a field with one value in"
-                " each row"
+                f"field {field!r}: its rows are {stored.described}; choose a field with one value"
+                " in each row"
             )
         rows = np.arange(self.num_rows, dtype=np.int64) if rows is None else rows
         missing = rows[~self.given(field)[rows]]
         if len(missing):
             raise ValueError(
-                f"field {field!r}: it is None in {len(missing)} of {len(rows)} rows, the first of"
-                f" which is row {missing[0]}, and None is no value to weight rows by: store"
-                " a value of your own in its place, such as -1, or use the other rows alone, with"
-                f" subset=Subset(field={self._masks(field)[-1]!r}, values=[True])"
+                f"field {field!r}: it is None in {len(missing)} of {len(rows)} rows, first in row"
+                f" {missing[0]}, and cannot be used as a weight there. Store another value instead,"
+                " such as -1, or use the other rows alone, with"
+                f" subset=Subset(field={self._masks(field)[-1]!r}, values=[True])."
             )
         if is_text:
-            return self._texts(found, rows)
+            return self._texts(stored, rows)
         values = self._numbers(index, rows)
         return values.view(kind.numpy_dtype) if isinstance(kind, Duration) else values
 
     def given(self, field: str) -> NDArray[np.bool_]:
-        """In which rows, in dataset order, neither a field nor what it is a part of is None."""
+        """Return in which rows, in dataset order, a field and its parents are not None."""
         rows = np.arange(self.num_rows, dtype=np.int64)
-        found = np.ones(self.num_rows, np.bool_)
+        is_present = np.ones(self.num_rows, np.bool_)
         for mask in self._masks(field):
-            found &= self._numbers(self._index_of(mask), rows)
-        return found
+            is_present &= self._numbers(self._index_of(mask), rows)
+        return is_present
 
     def _masks(self, field: str) -> list[str]:
-        """The fields that say where a field, from its outermost part on, is not None."""
+        """List the masks of a field and of its parents, outermost first."""
         name = self.schema.fields[self._index_of(field)].name
         return [*self.schema.structure.masks[name]]
 
     def _numbers(self, index: int, rows: Integers) -> NDArray[Any]:
-        """The values of rows of a field that has one in each."""
-        values = self.whole.columns[index].fetch(rows).data.reshape(-1)
+        """Read rows of a field that has one number in each."""
+        store = self.completed()
+        name = self.schema.fields[index].name
+        store._make_readable(rows, name)
+        column = store.mapped_columns[index]
+        values = column.fetch(rows).data.reshape(-1)
         # numpy has no bfloat16.
         return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
 
     def _texts(self, field: Field, rows: Integers) -> NDArray[Any]:
-        """The texts of rows, as objects: beside one long text, all would take its length."""
+        """Read the texts of rows, as Python objects: a numpy string array would give all of them
+        the size of the longest."""
         column = self._items_of(field)
-        data, (starts, sizes) = column.items.numpy(), column.at(column.shards.file_rows(rows))
+        data = column.items.numpy()
+        starts, sizes = column.at(column.shards.file_rows(rows))
         pairs = zip(starts.tolist(), sizes[:, 0].tolist(), strict=True)
         texts = (field.decode(data[start : start + size].tobytes()) for start, size in pairs)
         return np.fromiter(texts, object, len(rows))
 
     def _items_of(self, field: Field) -> ItemRows:
-        """All rows of a field that differ in length."""
-        (column,) = self.whole.provide([field.name], range(self.num_shards))
-        if not isinstance(column, ItemRows):
-            raise ValueError(
-                f"field {field.name!r}: its column does not tell the lengths of its rows"
-            )
+        """Return the column of a field whose rows differ in length, with all rows."""
+        store = self.completed()
+        store.download(fields=[field.name])
+        column = store.column(field.name)
+        assert isinstance(column, ItemRows)
         return column
 
     def lengths(self, field: str) -> Integers:
-        """The items of each row in dataset order, for text its bytes. No value is read."""
-        found = self.schema.fields[self._index_of(field)]
-        if not found.num_variable:
+        """Count the items of each row in dataset order, or the bytes of a text. Reads no value."""
+        stored = self.schema.fields[self._index_of(field)]
+        if not stored.num_variable:
             raise ValueError(f"field {field!r}: all its rows have one length")
-        return self._items_of(found).lengths()
+        return self._items_of(stored).lengths()
 
     def _index_of(self, field: str) -> int:
-        names = [each.name for each in self.schema.fields]
-        # As it is called in a sample, whose keys may have dots, or as it is stored.
+        names = [stored.name for stored in self.schema.fields]
+        # As a key of a sample, which may contain dots, or as it is stored.
         for name in (field_name([field]), name_as_stored(field)):
             if name in names:
                 return names.index(name)
@@ -243,31 +313,20 @@ class Store:
             f"{nearest(field, names)}"
         )
 
-    def provide(self, fields: Collection[str] | None, shards: Collection[int]) -> list[OpenColumn]:
-        """The open columns of some fields, or all, of which rows of these shards alone are used."""
-        pairs = zip(self.schema.fields, self.columns, strict=True)
-        found = [column for field, column in pairs if fields is None or field.name in fields]
-        return [each.column if isinstance(each, Supplied) else each for each in found]
-
-    def row_files(self, column: Column) -> list[tuple[Path, int, int]]:
-        """The files of a column's rows or items: path, where it begins in memory, and bytes."""
-        size = column.file_bytes.get(column.rows_name, 0)
-        return [(self.files / column.rows_name, 0, size)] if size else []
-
     def as_tensordict(self) -> TensorDict:
         """Return all rows as a TensorDict of memory-mapped tensors, nested like a sample.
 
-        The rows are in the order of the files, shard after shard, not in dataset order. Items of a
-        tuple or list have the keys "0", "1" and so on, and a sample that is a single tensor
-        "value". What may be None is ``{"values", "mask"}``. Rows that differ in length are
+        The rows are in file order, shard after shard, not in dataset order. Items of a tuple or
+        list have the keys "0", "1" and so on, and a sample that is a single tensor "value".
+        Optional values are ``{"values", "mask"}``. Rows that differ in length are
         ``{"start", "stop"}``: indices of their items in `items_of`, and "shape", the sizes of their
-        leading dimensions, where several differ. The keys are locked. Only the checked manifest
+        leading dimensions, if several differ. The keys are locked. Only the checked manifest
         decides what is mapped, whereas ``TensorDict.load_memmap`` trusts what it finds in a
         directory.
 
         Writing to a tensor changes neither a file nor what a loader reads: only the pages that are
         written are copied, for the TensorDicts of this store in this process. A pickled TensorDict
-        has the store's location, not its bytes: another process maps the same files.
+        contains the store's location, not its bytes: another process maps the same files.
 
         Returns:
             The TensorDict, on the CPU, of batch size (num_rows,), and ``is_memmap()``.
@@ -285,8 +344,8 @@ class Store:
             shard: 0 to ``num_shards - 1``. Its row ``j`` is row ``shard + j * num_shards``.
 
         Returns:
-            The TensorDict, on the CPU, of batch size (rows of the shard,). Of a store at a URL,
-            only this shard is fetched.
+            The TensorDict, on the CPU, of batch size (rows of the shard,). If the store is at a
+            URL, only this shard is downloaded.
 
         Raises:
             IndexError: There is no such shard.
@@ -299,14 +358,14 @@ class Store:
         return rows_of_shards(self._mapped_again, range(index, index + 1))
 
     def items_of(self, field: str) -> Tensor:
-        """Return the items of all rows of a field that differ in length, one row after the other.
+        """Return the items of all rows of a field whose rows differ in length, concatenated.
 
         Args:
             field: Its name, such as "sound" or "objects.box".
 
         Returns:
-            A memory-mapped tensor of shape (items, *shape of one item), to which the "start" and
-            "stop" of `as_tensordict` are indices. For text these are bytes of UTF-8.
+            A memory-mapped tensor of shape (items, *shape of one item), which "start" and "stop"
+            of `as_tensordict` are indices of. For text these are bytes of UTF-8.
 
         Raises:
             ValueError: There is no such field, or all its rows have one shape.
@@ -320,7 +379,7 @@ class Store:
     @cached_property
     def _mapped_again(self) -> "Store":
         """The store, opened again: nothing else reads the memory of its mapping."""
-        return copy(self.whole).whole
+        return copy(self.completed()).completed()
 
     def damage(self, num_threads: int, advance: Callable[[int], None]) -> list[Damage]:
         """Compare all files with their checksums; see `lightning_memmap.store.verify_store`."""
@@ -328,8 +387,8 @@ class Store:
         sums = compute_checksums(self.files, columns, num_threads=num_threads, advance=advance)
         return [
             Damage(field, shard, self.files / file, start, stop)
-            for chunks, (field, found) in zip(self.manifest.chunks, sums.items(), strict=True)
-            for shard, file, start, stop in merge_chunks(chunks.differing(found))
+            for chunks, (field, computed) in zip(self.manifest.chunks, sums.items(), strict=True)
+            for shard, file, start, stop in merge_chunks(chunks.differing(computed))
         ]
 
     def __len__(self) -> int:
@@ -340,9 +399,8 @@ class Store:
         if not -self.num_rows <= index < self.num_rows:
             raise IndexError(f"row {row}: the store has {self.num_rows} rows")
         index %= self.num_rows
-        fields = self.schema.fields
-        rows = zip(fields, self.columns, strict=True)
-        return self._build([field.value(column.row(index)) for field, column in rows])
+        leaves = zip(self.schema.fields, self.read_row(index), strict=True)
+        return self._build([field.value(leaf) for field, leaf in leaves])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return open_directory, (str(self.path), self.manifest.generation)
@@ -360,9 +418,9 @@ def open_directory(path: str | Path, generation: str | None = None) -> Store:
             raise StoreError(f"the store at {directory} was replaced meanwhile: open it again")
         files = directory / manifest.generation
         try:
-            return Store(directory, manifest, [each.open(files) for each in manifest.columns])
+            return Store(directory, manifest, [column.open(files) for column in manifest.columns])
         except FileNotFoundError as error:
-            found = Manifest.read(directory)
-            if found.generation == manifest.generation:
+            latest = Manifest.read(directory)
+            if latest.generation == manifest.generation:
                 raise StoreError(f"{error.filename} is missing: build the store again") from None
-            manifest = found  # Another process has just replaced the store.
+            manifest = latest  # Another process has just replaced the store.

@@ -27,7 +27,7 @@ from typing_extensions import Self, override
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.structure import Node
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.open_columns import LOCATED_ROWS, ItemRows, OpenColumn
+from lightning_memmap.store.open_columns import LOCATED_ROWS, ItemRows, MappedRows, OpenColumn
 
 #: "rows" of one shape; or, of rows that differ in length, all "items", the first and one past the
 #: last of each row, and the sizes of its leading dimensions where several differ.
@@ -48,8 +48,11 @@ class MappedStore(Protocol):
     def schema(self) -> Schema:
         """The fields and the nesting of a sample."""
 
-    def provide(self, fields: Collection[str] | None, shards: Collection[int]) -> list[OpenColumn]:
-        """Open the columns of some fields, of which rows of these shards alone are used."""
+    def column(self, field: str) -> OpenColumn:
+        """Return the mapped column of a field, by its stored name."""
+
+    def download(self, shards: Collection[int], fields: Collection[str]) -> None:
+        """Download shards of fields that are not in the cache yet."""
 
 
 class Source(NamedTuple):
@@ -75,8 +78,10 @@ class Source(NamedTuple):
             StoreError: An index is damaged.
         """
         name = self.store.schema.fields[self.field].name
-        (column,) = self.store.provide([name], self.shards)
+        self.store.download(self.shards, [name])
+        column = self.store.column(name)
         if self.content == "rows":
+            assert isinstance(column, MappedRows)
             return column.tensor
         assert isinstance(column, ItemRows)
         if self.content == "items":

@@ -196,8 +196,7 @@ def _source_of(dataset: Any, schema: Schema, row_bytes: int) -> Source:
 
 
 def _read_store(store: Store, rows: RowNumbers) -> list[Values]:
-    numbers = np.asarray(rows, np.int64)
-    return [column.fetch(numbers) for column in store.columns]
+    return store.read(np.asarray(rows, np.int64))
 
 
 def check_place(path: Path, *, overwrite: bool) -> None:

@@ -73,7 +73,7 @@ def open_mutated(
         _ = store[0], store[store.num_rows - 1], repr(store.manifest)
     except StoreError:
         return False
-    for field, column in zip(store.schema.fields, store.columns, strict=True):
+    for field, column in zip(store.schema.fields, store.mapped_columns, strict=True):
         if field.num_variable:
             continue  # Its rows are checked when they are read.
         assert tuple(column.tensor.shape) == (store.num_rows, *field.shape)

@@ -195,7 +195,7 @@ def _read_all(subject: Subject, path: Path) -> None:
     errors: list[MemmapError] = []
     reads: list[Callable[[], Any]] = [lambda row=row: store[row] for row in range(len(store))]
     rows = np.arange(len(store))
-    reads += [lambda column=column: column.fetch(rows) for column in store.columns]
+    reads += [lambda column=column: column.fetch(rows) for column in store.mapped_columns]
     for read in reads:
         try:
             read()

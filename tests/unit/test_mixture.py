@@ -110,7 +110,7 @@ def test_joined_store_is_its_stores(
     rows = [row for store in stores.values() for row in store]  # type: ignore[attr-defined]
     assert len(joined) == len(rows) == sum(sizes)
     order = np.random.default_rng(seed).permutation(len(rows))
-    fetched = [[*column.fetch(order).rows()] for column in joined.columns]
+    fetched = [[*values.rows()] for values in joined.read(order)]
     for at, index in enumerate(order.tolist()):
         found = joined[index]
         for (name, value), column in zip(rows[index].items(), fetched, strict=True):

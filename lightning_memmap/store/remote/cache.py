@@ -1,12 +1,12 @@
-"""Stores at URLs, whose shards are kept in a directory of bounded size, of one user.
+"""Stores at URLs, whose shards are cached in a directory of bounded size, one per user.
 
     .lock                    held for all bookkeeping
-    <URL>/manifest.json      the manifest that the server of a URL gave last
-    <URL>/g-<manifest>/      one version: its files, RECORDS of what was fetched, and
-      .in_use                a lock that all who have it open share
+    <URL>/manifest.json      the last manifest received from the server of a URL
+    <URL>/g-<manifest>/      one version: its files, RECORDS of the downloaded shards, and
+      .in_use                a lock that all processes share which have the version open
 
-What changes at a URL has another manifest, and so another version. Versions that nobody has open
-are removed where there is no room, the one that was opened longest ago first.
+A store that changes at its URL has another manifest, and so another version. If the cache is full,
+versions that no process has open are removed, least recently opened first.
 """
 
 import fcntl
@@ -36,7 +36,7 @@ from lightning_memmap.store.building import unfinished_build
 from lightning_memmap.store.checksums import merge_chunks
 from lightning_memmap.store.files import check_plain, open_plain, read_plain
 from lightning_memmap.store.manifest import MAX_MANIFEST_BYTES, Manifest
-from lightning_memmap.store.open_columns import ItemRows, OpenColumn, Supplied
+from lightning_memmap.store.open_columns import ItemRows
 from lightning_memmap.store.places import CACHE, StoreUrl, cache_directory, place_of
 from lightning_memmap.store.remote.files import OFFLINE, RemoteFiles, UnreachableError, is_offline
 from lightning_memmap.store.remote.shards import (
@@ -46,21 +46,23 @@ from lightning_memmap.store.remote.shards import (
     make_records,
     read_manifest,
 )
-from lightning_memmap.store.store import Damage, Store, Supply, open_directory
+from lightning_memmap.store.store import Damage, PendingRows, Store, open_directory
 from lightning_memmap.store.workers import threads
 
-#: The directory of the cache, and the most bytes in it.
-DIRECTORY, LIMIT = CACHE, "LIGHTNING_MEMMAP_CACHE_SIZE"
+#: Environment variable with the directory of the cache.
+DIRECTORY = CACHE
+#: Environment variable with the most bytes in it.
+LIMIT = "LIGHTNING_MEMMAP_CACHE_SIZE"
 
-_SETTING = f"{DIRECTORY} names another directory, and {LIMIT} the size that it may have"
+_SETTING = f"Set {DIRECTORY} to use another directory, and {LIMIT} to allow another size."
 _IN_USE = ".in_use"
-#: What a version needs on the disk beside its shards.
+#: Disk space of a version in addition to its shards.
 _ROOM_BYTES = 2**20
-#: A fetch of fewer bytes shows no progress.
+#: Downloads of fewer bytes show no progress bar.
 _SHOWN_BYTES = 64 * 2**20
-#: Shards in the cache that are compared with their checksums at once.
+#: Threads that compare shards in the cache with their checksums.
 _NUM_CHECKS = 4
-#: How long a fetch that is stopped may take to end.
+#: How long to wait for a download that is stopped.
 _PATIENCE_S = 5.0
 _log = logging.getLogger(__name__)
 
@@ -68,34 +70,33 @@ _log = logging.getLogger(__name__)
 def open_store(path: str | Path) -> Store:
     """Open a store for reading.
 
-    Of a store at a URL, the manifest is read now, and each shard when a row of it is needed, once:
-    it is kept in a cache on this machine. The environment variable ``LIGHTNING_MEMMAP_CACHE`` names
-    its directory, by default ``~/.cache/lightning_memmap``, and ``LIGHTNING_MEMMAP_CACHE_SIZE`` the
-    most bytes in it, such as ``500GiB``. Where nobody answers at the URL, or
-    ``LIGHTNING_MEMMAP_OFFLINE`` is ``1``, the store is opened in the version in the cache that its
-    server gave last.
+    If the store is at a URL, its manifest is read now, and each shard when one of its rows is
+    first read: shards are kept in a cache on this machine. The environment variable
+    ``LIGHTNING_MEMMAP_CACHE`` names its directory, by default ``~/.cache/lightning_memmap``, and
+    ``LIGHTNING_MEMMAP_CACHE_SIZE`` the most bytes in it, such as ``500GiB``. If the URL cannot be
+    reached, or ``LIGHTNING_MEMMAP_OFFLINE`` is ``1``, the last version in the cache is opened.
 
     Args:
         path: Directory of the store, or its URL, such as ``s3://bucket/stores/train``.
 
     Returns:
-        The store, its files mapped and no row read.
+        The store. Its files are mapped, and no row is read.
 
     Raises:
         StoreNotFoundError: There is no store at this path.
-        StoreError: The manifest is damaged or of another version, or a file is missing, linked, of
-            the wrong size, or cannot be read; or the URL cannot be reached.
-        ValueError: No library knows the protocol of the URL.
+        StoreError: The manifest is damaged or of another version; a file is missing, a link, of the
+            wrong size, or cannot be read; or the URL cannot be reached.
+        ValueError: No installed library supports the protocol of the URL.
     """
-    place = place_of(path)
-    if isinstance(place, StoreUrl):
-        return RemoteStore(place)
+    location = place_of(path)
+    if isinstance(location, StoreUrl):
+        return RemoteStore(location)
     try:
-        return open_directory(place)
+        return open_directory(location)
     except StoreNotFoundError as error:
-        if (there := unfinished_build(place)) is None:
+        if (description := unfinished_build(location)) is None:
             raise
-        raise StoreNotFoundError(f"no store at {place}: {there}") from error
+        raise StoreNotFoundError(f"no store at {location}: {description}") from error
 
 
 def verify_store(
@@ -104,11 +105,10 @@ def verify_store(
     num_threads: int = 2,
     advance: Callable[[int], None] = lambda num_bytes: None,
 ) -> list[Damage]:
-    """Compare every byte of a store with its checksums, and find what is damaged.
+    """Compare every byte of a store with its checksums, and list the damaged shards.
 
-    Of a store at a URL, these are the bytes that this machine would use: those in the cache, and
-    for shards that are not there, those of the server. What is damaged in the cache is fetched
-    again when it is next needed.
+    If the store is at a URL, shards in the cache are read from there, and all others from the
+    server. Damaged shards in the cache are downloaded again when they are next read.
 
     Args:
         path: Directory of the store, or its URL.
@@ -116,7 +116,7 @@ def verify_store(
         advance: Called with the number of bytes read since the last call, from these threads.
 
     Returns:
-        The damaged shards by field and shard; empty if there is no damage.
+        The damaged shards by field and shard; empty if all are intact.
 
     Raises:
         StoreNotFoundError: There is no store at this path.
@@ -134,22 +134,19 @@ class RemoteStore(Store):
         url: StoreUrl,
         generation: str | None = None,
         *,
-        meanwhile: bool = False,
+        in_background: bool = False,
         progress: bool = True,
     ) -> None:
         shards = _CachedShards(url, progress)
         if generation not in (None, shards.manifest.generation):
-            raise StoreError(f"the store at {url} was replaced meanwhile: open it again")
-        columns = [
-            Supplied(column.open(shards.directory), partial(shards.require_rows, index))
-            for index, column in enumerate(shards.manifest.columns)
-        ]
+            raise StoreError(f"the store at {url} was replaced: open it again")
+        columns = [column.open(shards.directory) for column in shards.manifest.columns]
         super().__init__(shards.path, shards.manifest, columns)
-        # Whatever the name of the directory leads to by now.
+        # By its open descriptor: the path may have been replaced.
         self.files = shards.directory
         self._shards = shards
-        if meanwhile and min(shards.records(), default=1) <= 0:
-            self.supply = _Fetching(shards)
+        if in_background and min(shards.records(), default=1) <= 0:
+            self.pending = _Download(shards)
 
     @property
     @override
@@ -157,30 +154,31 @@ class RemoteStore(Store):
         return str(self._shards.files.url)
 
     @override
-    def provide(self, fields: Collection[str] | None, shards: Collection[int]) -> list[OpenColumn]:
-        if fields is None and isinstance(self.supply, _Fetching):
-            self.supply.needed = [*shards]
-            self.supply.numbers = self._shards.numbers(range(len(self.columns)), [*shards])
-        else:
-            names = [field.name for field in self.schema.fields]
-            found = [index for index, name in enumerate(names) if fields is None or name in fields]
-            self._shards.require(found, [*shards])
-        return super().provide(fields, shards)
+    def download(
+        self, shards: Collection[int] | None = None, fields: Collection[str] | None = None
+    ) -> None:
+        shards = range(self.num_shards) if shards is None else shards
+        names = [field.name for field in self.schema.fields]
+        indices = [index for index, name in enumerate(names) if fields is None or name in fields]
+        self._shards.require(indices, [*shards])
 
-    @property
     @override
-    def whole(self) -> Store:
-        if self.supply is None:
+    def _make_readable(self, rows: Integers, field: str | None = None) -> None:
+        self.download(np.unique(rows % self.num_shards), None if field is None else [field])
+
+    @override
+    def completed(self) -> Store:
+        if self.pending is None:
             return self
         # Not by `copy`, which would open the store again: see `__reduce__`.
-        found = object.__new__(RemoteStore)
-        vars(found).update({**vars(self), "supply": None})
-        return found
+        store = object.__new__(RemoteStore)
+        vars(store).update({**vars(self), "pending": None})
+        return store
 
     @override
     def lengths(self, field: str) -> Integers:
         index = self._index_of(field)
-        (column,) = super().provide([field], ())
+        column = self.mapped_columns[index]
         if not isinstance(column, ItemRows):
             return super().lengths(field)
         ends = self._shards.read_index(index).reshape(column.index.shape)
@@ -188,7 +186,7 @@ class RemoteStore(Store):
 
     @override
     def damage(self, num_threads: int, advance: Callable[[int], None]) -> list[Damage]:
-        # Shards that are not here are read from the server.
+        # Shards that are not in the cache are read from the server.
         verify = partial(self._shards.damaged_chunks, advance=advance)
         with threads(num_threads) as pool:
             damaged = list(pool.map(verify, range(len(self._shards.num_bytes))))
@@ -207,41 +205,48 @@ class RemoteStore(Store):
 
 
 class _CachedShards(RemoteShards):
-    """The shards of one store at a URL, fetched into the cache when they are asked for."""
+    """The shards of one store at a URL, downloaded into the cache on request."""
 
     def __init__(self, url: StoreUrl, progress: bool = True) -> None:
-        #: Whether long fetches show a progress bar.
+        #: Whether long downloads show a progress bar.
         self.progress = progress
-        self._cache, files, self._is_checked = _Cache(), RemoteFiles(url), True
+        self._cache = _Cache()
+        files = RemoteFiles(url)
         try:
             manifest = read_manifest(files)
+            #: Whether the server still has this version, as far as this process knows.
+            self._is_latest = True
         except UnreachableError as error:
-            manifest, self._is_checked = self._cache.last(url, error), False
+            manifest = self._cache.last(url, error)
+            self._is_latest = False
         with self._cache.locked():
-            self.path = self._cache.version(url, manifest, is_last=self._is_checked)
+            self.path = self._cache.version(url, manifest, is_latest=self._is_latest)
             in_use = open_plain(self.path / _IN_USE)
             weakref.finalize(self, os.close, in_use)
             super().__init__(files, manifest, self.path)
             with suppress(OSError):  # A cache that cannot be written.
                 os.utime(self.path)
                 with _unused(self.path) as is_first:
-                    if is_first:  # What is still to come was for processes that were killed.
+                    if is_first:  # Shards were reserved for processes that were killed.
                         self.record(np.flatnonzero(self.records() < 0).tolist(), sign=0)
             fcntl.flock(in_use, fcntl.LOCK_SH)
-        #: The shards that this process has fetched, or compared with their checksums.
+        #: The shards that this process has downloaded, or compared with their checksums.
         self._is_checked_here = np.zeros(len(self.records()), np.bool_)
 
-    def require_rows(self, field: int, rows: Integers | None) -> None:
-        """Fetch the shards of some rows of a field, or all."""
-        count = self.manifest.num_shards
-        self.require([field], range(count) if rows is None else np.unique(rows % count))
-
     def require(
-        self, fields: Sequence[int], shards: Sequence[int] | Integers, **meanwhile: Any
+        self,
+        fields: Sequence[int],
+        shards: Sequence[int] | Integers,
+        note: Callable[[], None] | None = None,
+        stop: Event | None = None,
     ) -> None:
-        """Fetch the shards that are not yet here, of fields by their place in the schema.
+        """Download shards that are not in the cache, after checking those that are.
 
-        While some are used, ``meanwhile`` is given to `RemoteShards.fetch`.
+        Args:
+            fields: Indices of fields in the schema.
+            shards: Indices of shards.
+            note: As for `RemoteShards.fetch`. Shows no progress bar.
+            stop: As for `RemoteShards.fetch`.
         """
         numbers = self.numbers(fields, shards)
         if self._is_checked_here[numbers].all():
@@ -249,77 +254,86 @@ class _CachedShards(RemoteShards):
         with self._cache.usable():
             self._check(numbers[~self._is_checked_here[numbers]])
             if len(missing := self.missing(numbers)):
-                # Before stores are removed to make room for what cannot be fetched.
-                if not self._is_checked and (error := self.changed()):
+                # Before other stores are removed to make room for shards that cannot be downloaded.
+                if not self._is_latest and (error := self.changed()):
                     raise StoreError(
-                        f"{len(missing)} shards of fields that are needed are not in the cache at"
+                        f"{len(missing)} shards that are needed are not in the cache at"
                         f" {self._cache.directory}, and {error}"
                     ) from error
-                self._is_checked = True
+                self._is_latest = True
                 self._cache.reserve(self, missing)
                 num_bytes = int(self.num_bytes[missing].sum())
-                hidden = bool(meanwhile) or not self.progress or num_bytes < _SHOWN_BYTES
-                self.fetch(missing, "fetching", hidden=hidden, **meanwhile)
+                hidden = note is not None or not self.progress or num_bytes < _SHOWN_BYTES
+                self.fetch(missing, "fetching", hidden=hidden, note=note, stop=stop)
             self._is_checked_here[numbers] = True
 
     def _check(self, numbers: Integers) -> None:
-        """Compare shards that are in the cache with their checksums. Damaged ones are then missing.
+        """Compare shards in the cache with their checksums, and forget the damaged ones.
 
-        What is read stays in memory, and is used from there. Where there is no room for that, it
-        would be read twice from the disk, and is not compared.
+        Their pages stay in memory and are used from there. If memory is short, they would be read
+        from the disk twice, so they are not compared.
         """
-        here = numbers[self.records()[numbers] > 0]
-        if not len(here) or self.num_bytes[here].sum() > available_bytes():
+        cached = numbers[self.records()[numbers] > 0]
+        if not len(cached) or self.num_bytes[cached].sum() > available_bytes():
             return
-        verify = partial(self.damaged_chunks, advance=lambda _: None)
-        with threads(min(_NUM_CHECKS, len(here))) as pool:
-            damaged = list(pool.map(verify, here.tolist()))
-        if num_wrong := sum(map(bool, damaged)):
+        with threads(min(_NUM_CHECKS, len(cached))) as pool:
+            verify = partial(self.damaged_chunks, advance=lambda _: None)
+            damaged = list(pool.map(verify, cached.tolist()))
+        if num_damaged := sum(map(bool, damaged)):
             _log.warning(
-                "%s of %s shards in the cache at %s have other bytes than those of their checksums,"
-                " and are fetched again: see that its disk works",
-                num_wrong,
-                len(here),
+                "%s of %s shards in the cache at %s don't match their checksums, and are"
+                " downloaded again. Check that its disk works.",
+                num_damaged,
+                len(cached),
                 self.path,
             )
 
 
-class _Fetching(Supply):
-    """Fetches shards in the order in which they are needed, while rows of others are read."""
+class _Download(PendingRows):
+    """Downloads shards in the order in which they are requested, in a thread."""
 
     def __init__(self, shards: _CachedShards) -> None:
-        self._shards, self._fields = shards, range(len(shards.manifest.columns))
-        #: The shards whose rows are read, and their numbers for all fields.
-        self.needed, self.numbers = list[int](), np.zeros(0, np.int64)
-        self._changed, self._stop = Condition(), Event()
+        self._shards = shards
+        self._fields = range(len(shards.manifest.columns))
+        #: The only shards that will be read.
+        self._expected = list[int]()
+        #: Their numbers for all fields.
+        self._numbers = np.zeros(0, np.int64)
+        self._changed = Condition()
+        self._stop = Event()
         self._thread: Thread | None = None
         self._error: BaseException | None = None
 
+    @override
+    def expect(self, shards: Collection[int]) -> None:
+        self._expected = [*shards]
+        self._numbers = self._shards.numbers(self._fields, self._expected)
+
     @property
     @override
-    def share(self) -> float:
-        return 1.0 - len(self._shards.missing(self.numbers)) / max(1, len(self.numbers))
+    def progress(self) -> float:
+        return 1.0 - len(self._shards.missing(self._numbers)) / max(1, len(self._numbers))
 
     @property
     @override
     def is_complete(self) -> bool:
-        return self.share == 1.0
+        return self.progress == 1.0
 
     @override
-    def want(self, rows: Integers, turns: Integers | None = None) -> None:
-        # The first rows that are wanted say in which order shards are: in an epoch, all come soon.
-        if self._thread is None and self.needed:
+    def request(self, rows: Integers, ranks: Integers | None = None) -> None:
+        # The first request determines the order: an epoch needs rows of all shards soon.
+        if self._thread is None and self._expected:
             shards, firsts = np.unique(rows % self._shards.manifest.num_shards, return_index=True)
-            order = dict.fromkeys([*shards[np.argsort(firsts)].tolist(), *self.needed])
+            order = dict.fromkeys([*shards[np.argsort(firsts)].tolist(), *self._expected])
             run = partial(self._run, [*order], self._stop)
             self._thread = Thread(target=run, name="lightning_memmap fetch", daemon=True)
             self._thread.start()
 
     def _run(self, shards: list[int], stop: Event) -> None:
         try:
-            self._shards.require(self._fields, shards, note=self._note, stop=stop)
-        except BaseException as error:  # Whoever waits for rows must get it.
-            if stop is self._stop:  # Or else it was closed, and nobody waits for these.
+            self._shards.require(self._fields, shards, self._note, stop)
+        except BaseException as error:  # A reader that waits must get any error.
+            if stop is self._stop:  # Else it was closed, and no reader waits.
                 self._error = error
         self._note()
 
@@ -341,11 +355,13 @@ class _Fetching(Supply):
         self._stop.set()
         if self._thread is not None:
             self._thread.join(_PATIENCE_S)
-        self._stop, self._thread, self._error = Event(), None, None
+        self._stop = Event()
+        self._thread = None
+        self._error = None
 
 
 class _Cache:
-    """The cache that the environment names, by default that of the user."""
+    """The cache, in the directory that the environment names, by default one per user."""
 
     def __init__(self) -> None:
         self.directory = cache_directory()
@@ -358,36 +374,36 @@ class _Cache:
             status = os.lstat(self.directory)
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
             raise StoreError(
-                f"others may write to the cache at {self.directory}, and so give this user rows of"
-                " their own: let it belong to this user, keep others out (`chmod go-w"
-                f" {self.directory}`), and see that they have left nothing there; or {_SETTING}"
+                f"other users may write to the cache at {self.directory}, and so replace rows. Make"
+                f" this user its owner, deny access to others (`chmod go-w {self.directory}`), and"
+                f" delete files of theirs. {_SETTING}"
             )
 
     @contextmanager
     def usable(self) -> Iterator[None]:
-        """Say what a user can do where a file of the cache cannot be used, or has no locks."""
+        """Turn an error of a file or a lock in the cache into one that suggests a remedy."""
         try:
             yield
         except MemmapError:
             raise
         except OSError as error:
-            removed = isinstance(error, FileNotFoundError)
-            remedy = "if it was removed meanwhile, open the store again" if removed else _SETTING
+            is_removed = isinstance(error, FileNotFoundError)
+            remedy = "If it was removed, open the store again." if is_removed else _SETTING
             raise StoreError(
-                f"the cache at {self.directory} cannot be used: {error}: {remedy}"
+                f"the cache at {self.directory} cannot be used: {error}. {remedy}"
             ) from error
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the lock of the cache."""
         with self.usable(), ExitStack() as stack:
-            # Without write permission, whole versions are used as they are.
+            # Without write permission, a complete version can still be read.
             if os.access(self.directory, os.W_OK):
                 stack.enter_context(FileLock(self.directory / ".lock"))
             yield
 
-    def version(self, url: StoreUrl, manifest: Manifest, *, is_last: bool) -> Path:
-        """Find or make the directory of a version. The lock must be held."""
+    def version(self, url: StoreUrl, manifest: Manifest, *, is_latest: bool) -> Path:
+        """Find or make the directory of a version. The caller must hold the lock."""
         version = self._of(url) / copy_name(manifest)
         if not _is_whole(version, manifest):
             _remove(version)
@@ -398,66 +414,74 @@ class _Cache:
                     file.truncate(num_bytes)
             make_records(version, manifest)
             (version / _IN_USE).write_text(f"{url}\n", encoding="utf-8")
-        if is_last:
+        if is_latest:
             with suppress(OSError):  # A cache that cannot be written.
                 manifest.write(version.parent)
         return version
 
     def last(self, url: StoreUrl, reason: UnreachableError) -> Manifest:
-        """Find the version of a store that its server gave last, since nobody can be asked now."""
+        """Find the last version of a store in the cache, because its server cannot be reached."""
         try:
             manifest = Manifest.read(self._of(url))
             if not _is_whole(self._of(url) / copy_name(manifest), manifest):
                 raise StoreError("its files are gone")
         except (OSError, MemmapError) as error:
-            nothing = f"the cache at {self.directory} has nothing of it"
-            if is_offline():  # What is in the cache is all that there is.
-                _log.warning("no store at %s: %s is set, and %s", url, OFFLINE, nothing)
-                raise StoreNotFoundError(f"no store at {url}: {reason}, and {nothing}") from error
-            raise UnreachableError(f"{reason}; and {nothing}") from reason
+            not_cached = f"it is not in the cache at {self.directory}"
+            if is_offline():  # Only stores in the cache exist.
+                _log.warning("no store at %s: %s is set, and %s", url, OFFLINE, not_cached)
+                raise StoreNotFoundError(
+                    f"no store at {url}: {reason}, and {not_cached}"
+                ) from error
+            raise UnreachableError(f"{reason}; and {not_cached}") from reason
         _log.warning(
-            "%s is opened from the cache, in the version that its server gave last: whether there"
-            " is another one by now cannot be checked: %s",
+            "%s is opened in the last version in the cache, because its server cannot be asked for"
+            " a newer one: %s",
             url,
-            str(reason),  # Who keeps the error keeps the frames that it went through.
+            str(reason),  # The error would keep the frames of its traceback alive.
         )
         return manifest
 
     def reserve(self, shards: RemoteShards, numbers: Integers) -> None:
-        """Make room for shards, once for all that are needed, and record that they are to come."""
+        """Make room for all shards that are needed at once, and record them as reserved."""
         with self.locked(), ExitStack() as stack:
-            known = shards.records()
-            wanted = numbers[known[numbers] == 0]
-            needed = int(shards.num_bytes[wanted].sum())
+            records = shards.records()
+            unreserved = numbers[records[numbers] == 0]
+            needed_bytes = int(shards.num_bytes[unreserved].sum())
             versions = sorted(self.directory.glob("*/g-*"), key=lambda path: path.lstat().st_mtime)
-            uses = {path: _bytes_of(path) for path in versions}
-            here, coming = map(sum, zip((0, needed), *uses.values(), strict=True))
-            free = shutil.disk_usage(self.directory).free
+            sizes = {path: _bytes_of(path) for path in versions}
+            cached_bytes = sum(cached for cached, _ in sizes.values())
+            reserved_bytes = needed_bytes + sum(reserved for _, reserved in sizes.values())
+            free_bytes = shutil.disk_usage(self.directory).free
             removed = list[Path]()
             for path in versions:
-                if self._lack(here, coming, free) is None:
+                if self._lack(cached_bytes, reserved_bytes, free_bytes) is None:
                     break
                 if stack.enter_context(_unused(path)):
                     removed.append(path)
-                    here, coming = here - uses[path][0], coming - uses[path][1]
-                    free += uses[path][0]
-            if (lack := self._lack(here, coming, free)) is not None:
+                    cached_bytes -= sizes[path][0]
+                    reserved_bytes -= sizes[path][1]
+                    free_bytes += sizes[path][0]
+            lack = self._lack(cached_bytes, reserved_bytes, free_bytes)
+            if lack is not None:
                 raise StoreError(
-                    f"{format_bytes(needed)} of shards have no room in the cache at"
-                    f" {self.directory}: {lack}, and what is in it is in use. {_SETTING}"
+                    f"{format_bytes(needed_bytes)} of shards don't fit into the cache at"
+                    f" {self.directory}: {lack}, and all versions in it are in use. {_SETTING}"
                 )
             for path in removed:
                 _log.info("removing %s from the cache", path)
                 _remove(path)
-            shards.record(wanted, sign=-1)
+            shards.record(unreserved, sign=-1)
 
-    def _lack(self, here: int, coming: int, free: int) -> str | None:
-        """Why there is no room for bytes that are to come; None where there is."""
-        if self._limit is not None and here + coming > self._limit:
-            total, limit = format_bytes(here + coming), format_bytes(self._limit)
-            return f"it would have {total} and may hold {limit}"
-        if coming + _ROOM_BYTES > free:
-            return f"{format_bytes(coming)} are to come, and its disk has {format_bytes(free)} free"
+    def _lack(self, cached_bytes: int, reserved_bytes: int, free_bytes: int) -> str | None:
+        """Describe why reserved bytes don't fit; None if they do."""
+        total_bytes = cached_bytes + reserved_bytes
+        if self._limit is not None and total_bytes > self._limit:
+            return f"it would take {format_bytes(total_bytes)} of {format_bytes(self._limit)}"
+        if reserved_bytes + _ROOM_BYTES > free_bytes:
+            return (
+                f"{format_bytes(reserved_bytes)} are reserved, and its disk has"
+                f" {format_bytes(free_bytes)} free"
+            )
         return None
 
     def _of(self, url: StoreUrl) -> Path:
@@ -465,27 +489,27 @@ class _Cache:
 
 
 def _is_whole(version: Path, manifest: Manifest) -> bool:
-    """Whether a version is there, and its files are plain and have their sizes."""
+    """Return whether a version exists, and its files are plain and have the right sizes."""
     try:
         sizes = {name: check_plain(version / name) for name in manifest.file_bytes}
         check_plain(version / _IN_USE)
         num_bytes = check_plain(version / RECORDS)
     except (MemmapError, OSError):
-        return False  # It is not there, or was damaged.
+        return False  # It doesn't exist, or is damaged.
     expected = 8 * len(manifest.columns) * manifest.num_shards
     return sizes == manifest.file_bytes and num_bytes == expected
 
 
 def _remove(version: Path) -> None:
-    """Remove a version, of which a process that is killed meanwhile leaves nothing to be read."""
+    """Remove a version. If this process is killed, the rest of it is not read any more."""
     with suppress(OSError):
         (version / RECORDS).unlink()
     shutil.rmtree(version, ignore_errors=True)
 
 
 def _bytes_of(version: Path) -> tuple[int, int]:
-    """The bytes of the shards of a version that are here, and of those that are to come."""
-    with suppress(OSError, ValueError, StoreError):  # It was damaged.
+    """Return the bytes of a version's shards that are downloaded, and of those reserved."""
+    with suppress(OSError, ValueError, StoreError):  # It is damaged.
         records = np.frombuffer(read_plain(version / RECORDS, MAX_MANIFEST_BYTES), np.int64)
         return int(records[records > 0].sum()), int(-records[records < 0].sum())
     return 0, 0
@@ -493,12 +517,12 @@ def _bytes_of(version: Path) -> tuple[int, int]:
 
 @contextmanager
 def _unused(version: Path) -> Iterator[bool]:
-    """Whether nobody has a version open, nor opens it meanwhile."""
-    # For writing: NFS has exclusive locks for no other file.
+    """Yield whether no process has a version open, nor can open it in this context."""
+    # For writing: NFS supports exclusive locks of such files only.
     with open(open_plain(version / _IN_USE, os.O_RDWR | os.O_CREAT), "rb") as file:
         try:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # It is in use, or nobody can say.
+        except OSError:  # It is in use, or the file system cannot tell.
             yield False
         else:
             yield True

@@ -56,7 +56,7 @@ _num_read = Counter[tuple[str, int]]()
 def _asked_for(stores: Path) -> bool:
     """Whether training has asked for rows: it may take long to begin. One is for its set-up."""
     with suppress(FileNotFoundError):
-        return any(path.stat().st_size > 16 for path in stores.rglob("serving/wanted-*"))
+        return any(path.stat().st_size > 16 for path in stores.rglob("serving/requested-*"))
     return False
 
 
@@ -95,9 +95,9 @@ class Watching(L.Callback):
         self.shown.append(trainer.progress_bar_metrics.get("stored"))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, step: int) -> None:
-        serving = trainer.datamodule.stores["train"].supply
+        serving = trainer.datamodule.stores["train"].pending
         self.is_finished.append(serving is None)
-        self.is_growing.append(serving is not None and serving.share < 1)
+        self.is_growing.append(serving is not None and serving.progress < 1)
         if self.is_growing == [True]:
             # Nobody else builds at this place.
             stores = Path(trainer.datamodule.store_dir) / "train"
@@ -198,13 +198,14 @@ def finish(path: Path, sets: dict[str, Dataset[Any]], options: dict[str, Any]) -
 def test_rows_are_read_in_the_order_of_need_some_steps_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_asked, want = list[int](), Serving.want
+    num_asked = list[int]()
+    request = Serving.request
 
-    def noted(self: Serving, rows: Any, *turns: Any) -> None:
+    def noted(self: Serving, rows: Any, *ranks: Any) -> None:
         num_asked.append(len(rows))
-        want(self, rows, *turns)
+        request(self, rows, *ranks)
 
-    monkeypatch.setattr(Serving, "want", noted)
+    monkeypatch.setattr(Serving, "request", noted)
     monkeypatch.setattr(loader, "_BLOCK_STEPS", 5)
     module, size = Regression(), 4
     fit(tmp_path, module, Points(ROWS), "while_training", num_workers=1, batch_size=size)
@@ -362,7 +363,7 @@ def test_second_run_trains_from_what_the_first_one_builds(tmp_path: Path) -> Non
         first.teardown()
         waiting.result()
     second.setup("fit")
-    assert second.stores["train"].supply is None
+    assert second.stores["train"].pending is None
     assert rows_in(second.train_dataloader()) == seen
     second.teardown()
     read = Counter(map(int, (tmp_path / "rows").read_text().split()))
@@ -474,9 +475,9 @@ def test_every_request_of_a_reader_is_heard(tmp_path: Path) -> None:
     (tmp_path / JOURNAL).write_bytes(bytes(9))
     serving, heard = Serving.make(tmp_path, 9), set[Path]()
     for row in range(9):
-        serving.want(np.array([row]))
+        serving.request(np.array([row]))
         if row % 2:  # The number of a file's inode may be that of one before it.
-            (path,) = serving.wanted()
+            (path,) = serving.requests()
             assert path not in heard
             assert np.fromfile(path, np.int64).tolist() == [0, row]
             heard.add(path)
@@ -667,7 +668,7 @@ def test_what_another_build_has_left_is_not_trained_from(tmp_path: Path, is_ther
     if is_there:
         data.prepare_data()
     data.setup("fit")
-    assert [(name, store.num_rows, store.supply) for name, store in data.stores.items()] == (
+    assert [(name, store.num_rows, store.pending) for name, store in data.stores.items()] == (
         [("train", 60, None)] if is_there else []
     )
     data.teardown()

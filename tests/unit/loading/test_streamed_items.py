@@ -101,7 +101,7 @@ class TestMemory:
         path, variable = tmp_path / "s", {"x": "pad"}
         store = build_store(rows, path, num_shards=4, variable=variable, progress=False)
         pool = make_split(store).pool
-        column = store.columns[0]
+        column = store.column("x")
         assert isinstance(column, ItemRows)
         windows = Blocks(ShuffledSampler(pool, 0, 100))
         largest = largest_block(column, Places.in_store(store, pool), range(4), windows)

@@ -62,7 +62,7 @@ def test_whole_store_is_opened_in_place_of_a_build_that_has_ended(tmp_path: Path
     build_part(Numbered(50), path, (0, 1), progress=False)
     finish_store(path, progress=False)
     assert StoreDirectory(path).unfinished(KEY)
-    assert opened(path).supply is None
+    assert opened(path).pending is None
     assert holds(opened(path), Numbered(50))
 
 
@@ -76,7 +76,7 @@ def test_store_whose_builder_was_killed_after_the_commit_is_whole(
             while not is_store(path):
                 sleep(0.001)
     assert (open_store(path).files / KEY).exists()
-    assert opened(path).supply is None
+    assert opened(path).pending is None
     assert unfinished_build(path) is None
     StoreDirectory(path).discard()
     assert holds(open_store(path), Numbered(50))
@@ -112,12 +112,12 @@ def test_growing_store_is_pickled_while_it_grows_and_opened_when_it_is_whole(
     with growing(path, Slow(dataset, 0.02, every=1)) as store:
         sent = pickle.dumps(store)
         again = pickle.loads(sent)
-        assert again.supply is not None
+        assert again.pending is not None
         assert again[33]["label"] == dataset[33]["label"]
-        assert 0 < again.supply.share <= 1
+        assert 0 < again.pending.progress <= 1
         store.serving.wait_for_commit()
-    assert again.supply.share == 1.0
-    assert pickle.loads(sent).supply is None
+    assert again.pending.progress == 1.0
+    assert pickle.loads(sent).pending is None
     assert holds(pickle.loads(sent), dataset)
 
 
@@ -127,11 +127,11 @@ def test_share_goes_on_where_an_interrupted_build_stopped(tmp_path: Path) -> Non
     done, num_rows = rows_there(path), 100
     assert 0 < done < num_rows
     with growing(path, Slow(Numbered(100), 0.005, every=1)) as store:
-        shares = [store.serving.share]
+        shares = [store.serving.progress]
         while shares[-1] < 1.0:
             sleep(0.002)
             # The count follows the marks: no row is told of before it is there.
-            shares.append(store.serving.share)
+            shares.append(store.serving.progress)
             assert shares[-1] <= np.count_nonzero(store.serving.present) / num_rows
         assert store.serving.present.all()
     assert shares[0] >= done / num_rows
@@ -147,15 +147,15 @@ def test_rows_of_stores_of_which_one_is_being_built_are_those_of_the_whole_ones(
     order = np.random.default_rng(0).permutation(70)
     with growing(tmp_path / "a", Slow(NumberedSet(0, 40), 0.01, every=1), **variable) as store:
         joined = JoinedStore(tmp_path, {"a": store, "b": other})
-        assert joined.supply is not None
-        found = [column.fetch(order) for column in joined.columns]
+        assert joined.pending is not None
+        found = joined.read(order)
         rows = [joined[row] for row in order[:9].tolist()]
         # Some of none: a step may have rows of one store alone.
-        (few,) = (c.fetch(order[order >= 40]) for c in joined.columns[2:3])
+        few = joined.read(order[order >= 40])[2]
         store.serving.wait_for_commit()
-    whole = joined.whole
-    for one, column in zip(found, whole.columns, strict=True):
-        pairs = zip(one.rows(), column.fetch(order).rows(), strict=True)
+    whole = joined.completed()
+    for one, other in zip(found, whole.read(order), strict=True):
+        pairs = zip(one.rows(), other.rows(), strict=True)
         assert all(torch.equal(*pair) for pair in pairs)
     assert few.num_rows == 30
     for row, index in zip(rows, order.tolist(), strict=False):

