@@ -1,4 +1,4 @@
-"""Predictions of all processes in dataset order: a store with a row for each row."""
+"""Stores the predictions of all processes in dataset order."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_memmap.data.splits import check_store_name
-from lightning_memmap.errors import MemmapError, SchemaError, StoreError, with_article
+from lightning_memmap.errors import SchemaError, StoreError, with_article
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.nested import opened
 from lightning_memmap.placement.topology import data_parallel_rank
@@ -35,10 +35,10 @@ class PredictionTable(BasePredictionWriter):
     computed it.
 
     ``predict_step`` returns tensors whose first dimension is the rows of the batch, in any nesting
-    of dicts, tuples, lists, named tuples and dataclasses. Where rows differ in length it returns a
+    of dicts, tuples, lists, named tuples and dataclasses. If rows differ in length, it returns a
     nested tensor, or a `lightning_memmap.loading.RowList` of tensors, str or bytes. The
     store has the same structure, and the same shards as the predicted store. The first batches of
-    all processes show in which dimensions rows differ; ``variable`` names what they don't show.
+    all processes show in which dimensions rows differ; ``variable`` names further fields.
 
     Each process writes its own rows batch by batch, so that no process needs memory for more than
     one batch unless predictions are returned as well: use ``trainer.predict(...,
@@ -57,11 +57,11 @@ class PredictionTable(BasePredictionWriter):
 
     Raises:
         StoreError: ``path`` exists; a row was not predicted, or predicted twice.
-        RankMismatchError: Another rank failed, or predicts other rows than this one.
-        SchemaError: ``predict_step`` returned something that cannot be stored, or rows of another
-            shape or dtype than before.
+        RankMismatchError: Another rank failed, or predicts rows of other fields.
+        SchemaError: ``predict_step`` returned something that cannot be stored, or rows whose shape
+            or dtype differs from earlier ones.
         ValueError: Not all batches are predicted, the rows of the batches are unknown, the name of
-            a loader is no name of a store, or ``{member}`` is in the path and there are no members.
+            a loader can't name a store, or ``{member}`` is in the path under another strategy.
             A form in ``variable`` is not for rows that differ in length.
     """
 
@@ -78,15 +78,15 @@ class PredictionTable(BasePredictionWriter):
         for name, form in self._forms.items():
             if not form.dims or form.nullable:
                 raise ValueError(
-                    f"PredictionTable: variable: {form!r} for field {name!r} is not a form of rows"
-                    " that differ in length: choose 'pad', or {'form': 'pad', 'dims': 2} for two"
+                    f"PredictionTable: variable: {form!r} for field {name!r} is not for rows that"
+                    " differ in length. Choose 'pad', or {'form': 'pad', 'dims': 2} for two"
                     " dimensions"
                 )
         self._tables: list[_Table] = []
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Check that there is something to predict, and put the member into the path."""
+        """Check that there is something to predict, and fill the member into the path."""
         super().setup(trainer, pl_module, stage)
         if stage == "predict":
             self.path = _path_of_member(self.path, trainer)
@@ -119,7 +119,7 @@ class PredictionTable(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Write the rows of a batch. At the first batch, all ranks make the table together."""
+        """Write the rows of a batch. At the first batch, all ranks create the table."""
         self._tables[dataloader_idx].write(trainer, prediction, batch_indices, batch_idx)
 
     @override
@@ -146,12 +146,15 @@ class _Table:
     """The table of one loader, as one rank writes it."""
 
     def __init__(self, path: Path, overwrite: bool, loader: Any, forms: Mapping[str, Form]) -> None:
-        self._path, self._overwrite, self._forms = path, overwrite, forms
+        self._path = path
+        self._overwrite = overwrite
+        self._forms = forms
         sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
         self._loader = sampler if isinstance(sampler, SuperBatchLoader) else None
         if self._loader is not None:
             order = self._loader.order
-            self._num_rows, self._num_shards = order.num_positions, order.num_shards
+            self._num_rows = order.num_positions
+            self._num_shards = order.num_shards
         elif isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
             self._num_rows = len(loader.dataset)  # type: ignore[arg-type]
             self._num_shards = default_shards(self._num_rows)
@@ -172,13 +175,13 @@ class _Table:
         if not batch_indices:
             raise _unknown_rows(trainer.predict_dataloaders)
         if self._loader is not None:
-            # The rows of the table are those of the loader, which may have a part of the dataset.
+            # The table has the rows of the loader, which may be a part of the dataset.
             batch_indices = self._loader.step_positions(batch_idx)
         if values[0].num_rows != len(batch_indices):
             raise ValueError(
                 f"predict_step, batch {batch_idx}: it returned {values[0].num_rows} rows for a"
-                f" batch of {len(batch_indices)}; the first dimension of every tensor must be the"
-                f" rows of the batch{_about_lists(prediction)}"
+                f" batch of {len(batch_indices)}. The first dimension of every tensor must be the"
+                f" rows of the batch{_explain_lists(prediction)}"
             )
         if batch_idx == 0:
             assert self._schema is not None
@@ -201,17 +204,17 @@ class _Table:
             ) from error
 
     def _needed_forms(self, prediction: Any) -> str:
-        """Return the argument that would admit a batch, where its rows differ in shape alone."""
+        """Return the argument that would accept a batch whose rows differ only in shape."""
         if self._schema is None:
             return ""
         try:
-            found = self._schema.admitting([Schema.from_batch(prediction)])
-            found.stack_batch(prediction)
+            schema = self._schema.admitting([Schema.from_batch(prediction)])
+            schema.stack_batch(prediction)
         except SchemaError:
             return ""
         return (
             ". The first batch did not show that these rows differ in length:"
-            f" PredictionTable(..., variable={found.arguments()})"
+            f" PredictionTable(..., variable={schema.arguments()})"
         )
 
     def finish(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -232,7 +235,7 @@ class _Table:
         rank_zero_info(f"PredictionTable: {self._num_rows} rows are at {self._path}")
 
     def abandon(self) -> None:
-        """Remove what was written of a table that is not complete."""
+        """Remove an incomplete table."""
         if self._writer is not None:
             self._writer.abandon()
         if self._build is not None:
@@ -242,12 +245,7 @@ class _Table:
         """Create the files on rank zero and open them on all ranks, or raise on all ranks."""
         fields = ", ".join(f"{field.name} {field}" for field in schema.fields)
         check_ranks_match({"the table": f"{self._num_rows} rows of {fields} at {self._path}"})
-        rank, _ = data_parallel_rank(trainer.strategy)
-        own = torch.tensor(rank, device=trainer.strategy.root_device)
-        # Over all processes: by default a strategy gathers over the data-parallel ones only.
-        ranks = trainer.strategy.all_gather(own, group=dist.group.WORLD).flatten().tolist()
-        # Of processes with the same data-parallel rank, and so the same rows, the first writes.
-        writes = rank not in ranks[: trainer.global_rank]
+        writes = _is_first_with_its_rows(trainer)
         with _all_or_none():
             draft = Manifest.draft(self._num_rows, self._num_shards, schema)
             if trainer.is_global_zero:
@@ -258,12 +256,21 @@ class _Table:
                 self._writer = TableWriter(self._path, draft, token)
 
 
-def _about_lists(prediction: Any) -> str:
-    """Return what to say of a prediction that has a list, which may be meant to be of rows."""
-    if not any(type(each) in (list, tuple) for each in _containers(prediction)):
+def _is_first_with_its_rows(trainer: L.Trainer) -> bool:
+    """Check whether no lower rank has the same rows. All ranks must call this."""
+    data_rank, _ = data_parallel_rank(trainer.strategy)
+    tensor = torch.tensor(data_rank, device=trainer.strategy.root_device)
+    # Over all processes: by default a strategy gathers over the data-parallel ones only.
+    data_ranks = trainer.strategy.all_gather(tensor, group=dist.group.WORLD).flatten().tolist()
+    return data_rank not in data_ranks[: trainer.global_rank]
+
+
+def _explain_lists(prediction: Any) -> str:
+    """Return a hint for a prediction with a list, whose items may be meant as rows."""
+    if not any(type(container) in (list, tuple) for container in _containers(prediction)):
         return ""
     return (
-        ". A list is a field for each of its items: return a list of rows as a"
+        ". A list has one field per item. Return a list of rows as a"
         " lightning_memmap.loading.RowList"
     )
 
@@ -276,15 +283,15 @@ def _containers(value: Any) -> Iterator[Any]:
 
 
 def _by_path(path: Path, loaders: Any) -> dict[Path, Any]:
-    """The loaders by the directory of their table, in the order of their indices."""
+    """Map the directory of each table to its loader, in the order of the loaders."""
     if isinstance(loaders, (list, tuple)):
         loaders = dict(enumerate(loaders))
     if not isinstance(loaders, dict):
         return {path: loaders}
     if is_store(path):
         raise StoreError(
-            f"{path} is the store of one loader, and the stores of {len(loaders)} would lie in that"
-            " directory: choose another path, or delete this store"
+            f"{path} is a store, but {len(loaders)} loaders need a directory for their stores."
+            " Choose another path, or delete this store"
         )
     for name in loaders:
         check_store_name("the predict dataloader", name)
@@ -297,7 +304,7 @@ def _path_of_member(path: Path, trainer: L.Trainer) -> Path:
     member = getattr(trainer.strategy, "member", None)
     if member is None:
         raise ValueError(
-            f"PredictionTable: {{member}} in the path {str(path)!r} is the number of a member, and"
+            f"PredictionTable: the path {str(path)!r} has {{member}}, the number of a member, but"
             " only strategy='memmap_independent' has members"
         )
     return Path(str(path).replace("{member}", str(member)))
@@ -306,15 +313,16 @@ def _path_of_member(path: Path, trainer: L.Trainer) -> Path:
 def _unknown_rows(loader: Any) -> ValueError:
     return ValueError(
         f"PredictionTable: the rows in the batches of {with_article(type(loader).__name__)} are"
-        " unknown: predict with a MemmapDataModule, or with torch's DataLoader over a map-style"
+        " unknown. Predict with a MemmapDataModule, or with torch's DataLoader over a map-style"
         " dataset"
     )
 
 
 def _incomplete(trainer: L.Trainer, what: str) -> ValueError:
     return ValueError(
-        f"limit_predict_batches={trainer.limit_predict_batches}: {what} would be predicted, and a"
-        " table has a row for each row of the dataset: predict all, or leave PredictionTable out"
+        f"limit_predict_batches={trainer.limit_predict_batches}: {what} would be predicted, but a"
+        " table has a row for each row of the dataset. Predict all batches, or remove"
+        " PredictionTable"
     )
 
 
@@ -324,6 +332,6 @@ def _all_or_none() -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
-    except (MemmapError, OSError) as caught:
+    except Exception as caught:
         error = caught
     check_ranks_match({}, error)

@@ -43,6 +43,9 @@ def test_ddp_tables_of_all_ranks_are_whole_or_refused_by_all(tmp_path: Path) -> 
     held += f"holds {tmp_path / 'held' / '.lock'}; wait for it"
     assert ranks[0]["held"] == held
     assert ranks[1]["held"] == f"RankMismatchError: another process failed. rank 0: {held}"
+    assert ranks[0]["unforeseen"].startswith("RankMismatchError: ")
+    assert "rank 1: MemoryError: too large" in ranks[0]["unforeseen"]
+    assert ranks[1]["unforeseen"] == "MemoryError: too large"
     for name in WHOLE:
         assert_holds_predictions(tmp_path / name)
     # A rank's first batch shows that lengths differ; both together, that widths do.
@@ -54,7 +57,7 @@ def test_ddp_tables_of_all_ranks_are_whole_or_refused_by_all(tmp_path: Path) -> 
     assert_holds_predictions(tmp_path / "several" / "short", 7)
     assert_holds_predictions(tmp_path / "several" / "long")
     assert open_store(tmp_path / "data module").num_shards == 6
-    for name in ("held", "twice", "dtype", "apart"):
+    for name in ("held", "unforeseen", "twice", "dtype", "apart"):
         assert all(map(is_empty, tmp_path.rglob(name)))
 
 

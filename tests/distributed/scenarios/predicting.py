@@ -5,6 +5,7 @@ import signal
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.callbacks import PredictionTable
+from lightning_memmap.callbacks import PredictionTable, prediction_table
 from lightning_memmap.loading import RowList
 from lightning_memmap.store.directory import StoreDirectory
 from lightning_memmap.strategies import SuperBatchDDPStrategy
@@ -91,7 +92,13 @@ def tables(out: Path, rows: int) -> dict[str, Any]:
     other_run = StoreDirectory(out / "held").locked() if rank == 0 else nullcontext()
     with other_run:
         held = predict(out, "held", Regression(), data)
+    # An error that the pack does not raise itself, on rank one alone.
+    error = MemoryError("too large")
+    failing = patch.object(prediction_table, "TableWriter", side_effect=error)
+    with failing if rank == 1 else nullcontext():
+        unforeseen = predict(out, "unforeseen", Regression(), data)
     return {
+        "unforeseen": unforeseen,
         "held": held,
         "data module": predict(out, "data module", Regression(), data),
         "groups": predict(

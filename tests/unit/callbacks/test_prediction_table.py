@@ -365,7 +365,7 @@ class TestRefusals:
         ("limit", "what"), [(3, "3 of 10 batches"), (0.5, "5 of 10 batches"), (0, "no batch")]
     )
     def test_limited_prediction_is_refused(self, tmp_path: Path, limit: float, what: str) -> None:
-        with pytest.raises(ValueError, match=f"limit_predict_batches={limit}: {what} would be"):
+        with pytest.raises(ValueError, match=f"limit_predict_batches={limit}: {what}"):
             predict(tmp_path, limit_predict_batches=limit)
         assert nothing_at(tmp_path)
 
@@ -376,13 +376,13 @@ class TestRefusals:
 
     def test_loaders_in_place_of_one_table_are_refused(self, tmp_path: Path) -> None:
         predict(tmp_path)
-        with pytest.raises(StoreError, match="is the store of one loader, and the stores of 2"):
+        with pytest.raises(StoreError, match=re.escape(str(tmp_path / "table"))):
             predict(tmp_path, OfSeveral(), [DataLoader(POINTS)] * 2, overwrite=True)
         assert_holds(open_store(tmp_path / "table"))
 
     @pytest.mark.parametrize("name", ["..", "a/b", ""])
     def test_loader_with_no_name_of_a_store_is_refused(self, tmp_path: Path, name: str) -> None:
-        with pytest.raises(ValueError, match=re.escape(f"the predict dataloader[{name!r}]: its")):
+        with pytest.raises(ValueError, match=re.escape(f"the predict dataloader[{name!r}]")):
             predict(tmp_path, OfSeveral(), {name: DataLoader(POINTS)})
 
     @no_rows_known
@@ -393,9 +393,7 @@ class TestRefusals:
     )
     def test_loader_whose_rows_are_not_known_is_refused(self, tmp_path: Path, loader: Any) -> None:
         module = Predictor(lambda batch, _: batch["row"].reshape(-1))
-        with pytest.raises(
-            (ValueError, TypeError), match=r"rows in the batches of an? .* are unknown"
-        ):
+        with pytest.raises((ValueError, TypeError), match="PredictionTable: the rows"):
             predict(tmp_path, module, loader)
         assert nothing_at(tmp_path)
 
@@ -404,7 +402,7 @@ class TestRefusals:
         data = MemmapDataModule(POINTS, store_dir=tmp_path / "stores")
         data.prepare_data()
         data.setup()
-        with pytest.raises(ValueError, match=r"rows in the batches of an? .* are unknown"):
+        with pytest.raises(ValueError, match="PredictionTable: the rows"):
             predict(tmp_path, loader=data.train_dataloader(), strategy="memmap_superbatch")
         assert nothing_at(tmp_path)
 
