@@ -20,43 +20,44 @@ MAX_INTEGER = 2**63 - 1
 def check_integer(name: str, value: object, least: int | None = None, reason: str = "") -> int:
     """Check an argument that counts something."""
     if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: give an integer")
-    if least is not None and int(value) < least:
-        raise ValueError(f"{name}={value}: {reason or f'at least {least} is needed'}")
+        raise TypeError(f"{name}={value!r}: must be an integer")
     count = int(value)
+    if least is not None and count < least:
+        raise ValueError(f"{name}={value}: {reason or f'must be at least {least}'}")
     if count > MAX_INTEGER:
-        raise ValueError(f"{name}={value}: at most 2**63 - 1")
+        raise ValueError(f"{name}={value}: must be at most 2**63 - 1")
     return count
 
 
 def check_number(name: str, value: object) -> float:
     """Check an argument that measures something."""
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: give a number")
+        raise TypeError(f"{name}={value!r}: must be a number")
     return float(value)
 
 
 def nearest(name: str, names: Iterable[str], shown: Callable[[str], object] = str) -> str:
-    """A suggestion for a misspelt name, or for one of which this is the beginning."""
-    folded, given = {other.casefold(): other for other in names}, name.casefold()
-    found = [other for other in folded if other.startswith(given)]
-    if len(found) != 1:
-        found = get_close_matches(given, folded, n=1, cutoff=0.6)
-    return f"; did you mean {str(shown(folded[found[0]]))!r}?" if found else ""
+    """Return a suggestion for a misspelt name or a prefix, or nothing: "; did you mean 'x'?"."""
+    by_folded_name = {candidate.casefold(): candidate for candidate in names}
+    folded = name.casefold()
+    matches = [candidate for candidate in by_folded_name if candidate.startswith(folded)]
+    if len(matches) != 1:
+        matches = get_close_matches(folded, by_folded_name, n=1, cutoff=0.6)
+    return f"; did you mean {str(shown(by_folded_name[matches[0]]))!r}?" if matches else ""
 
 
 def nearest_file(path: str | Path) -> str:
     """Return a suggestion for a misspelt path: see `nearest`."""
-    folder, name = Path(path).parent, Path(path).name
+    path = Path(path)
     try:
-        names = {child.name for child in folder.iterdir()} - {name}
+        names = {child.name for child in path.parent.iterdir()} - {path.name}
     except OSError:
         return ""
-    return nearest(name, names, folder.joinpath)
+    return nearest(path.name, names, path.parent.joinpath)
 
 
-def is_refused_call(error: BaseException) -> bool:
-    """Whether a call failed before any Python code of what was called ran: wrong arguments."""
+def is_argument_mismatch(error: BaseException) -> bool:
+    """Check whether a call failed before any Python code of the function ran: wrong arguments."""
     return error.__traceback__ is not None and error.__traceback__.tb_next is None
 
 
@@ -73,13 +74,15 @@ def with_article(name: str) -> str:
     return f"an {name}" if name[:1].lower() in {"a", "e", "i", "o"} else f"a {name}"
 
 
-class Described:
-    """Options in a dataclass. Messages show the call that makes them."""
+class ReprAsCall:
+    """A dataclass whose repr is the call that makes it, without the fields that are None."""
 
     def __repr__(self) -> str:
-        named = {each.name: getattr(self, each.name) for each in fields(cast(Any, self))}
-        given = [f"{key}={short_repr(each)}" for key, each in named.items() if each is not None]
-        return f"{type(self).__name__}({', '.join(given)})"
+        values = {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
+        arguments = [
+            f"{name}={short_repr(value)}" for name, value in values.items() if value is not None
+        ]
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
 
 class MemmapError(Exception):
@@ -91,16 +94,16 @@ class SchemaError(MemmapError, TypeError):
 
 
 class MismatchError(SchemaError):
-    """A sample is not what a schema expects; what it has may fit another schema."""
+    """A sample does not fit a schema, but may fit another one."""
 
 
 class DatasetError(MemmapError):
-    """A dataset failed at a row, is random, or is not the one in its store."""
+    """A dataset failed at a row, is random, or differs from its store."""
 
 
 @contextmanager
-def naming(split: str) -> Iterator[None]:
-    """Put the name of a split before the errors of its dataset."""
+def split_in_errors(split: str) -> Iterator[None]:
+    """Prefix the errors of a dataset with the name of its split."""
     try:
         yield
     except (DatasetError, SchemaError) as error:
@@ -108,7 +111,7 @@ def naming(split: str) -> Iterator[None]:
 
 
 class StoreNotFoundError(MemmapError, FileNotFoundError):
-    """There is no store at a path."""
+    """A path has no store."""
 
 
 class StoreError(MemmapError):
@@ -116,7 +119,7 @@ class StoreError(MemmapError):
 
 
 class PlacementError(MemmapError):
-    """The shards do not fit where the plan has to put them."""
+    """The shards do not fit into the memory that they are planned for."""
 
 
 class UnsuitableModuleError(MemmapError, TypeError):
@@ -124,7 +127,7 @@ class UnsuitableModuleError(MemmapError, TypeError):
 
 
 class UnsupportedVersionError(MemmapError, RuntimeError):
-    """An installed version of torch or Lightning lacks what something here cannot do without."""
+    """An installed version of torch or Lightning lacks something that a strategy needs."""
 
 
 class RankMismatchError(MemmapError):

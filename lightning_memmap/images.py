@@ -28,15 +28,15 @@ _MIN_PIXELS = 5
 
 
 class ImageError(ValueError):
-    """An image cannot be decoded as it is asked for. The message says why."""
+    """An image cannot be decoded in this mode or size. The message has the reason."""
 
 
 class ImageSizeError(ImageError):
-    """An image has another size than the others."""
+    """An image differs in size from the first one."""
 
 
 class ImageMissingError(ImageError):
-    """There is no image, but None or an empty file."""
+    """A value is None or an empty file instead of an image."""
 
 
 def check_mode(mode: object) -> None:
@@ -45,29 +45,29 @@ def check_mode(mode: object) -> None:
         raise ValueError(f"mode={mode!r}: choose one of {', '.join(CHANNELS)}")
 
 
-def checked_size(size: Any) -> tuple[int, int] | None:
-    """Check the size that images are scaled to."""
+def parse_size(size: Any) -> tuple[int, int] | None:
+    """Read the size that images are scaled to: height and width, or one number for both."""
     if size is None:
         return None
     both = (size, size) if isinstance(size, int) else size
     is_pair = isinstance(both, (tuple, list)) and len(both) == 2
-    if not is_pair or any(type(one) is not int or one < 1 for one in both):
-        raise ValueError(f"size={size!r}: give height and width in pixels, such as (224, 224)")
+    if not is_pair or any(type(pixels) is not int or pixels < 1 for pixels in both):
+        raise ValueError(f"size={size!r}: must be height and width in pixels, such as (224, 224)")
     if both[0] * both[1] > MAX_PIXELS:
-        raise ValueError(f"size={size!r}: more than {MAX_PIXELS} pixels")
+        raise ValueError(f"size={size!r}: must be at most {MAX_PIXELS} pixels")
     return both[0], both[1]
 
 
-def checked_decoding(mode: object, size: Any) -> tuple[int, int] | None:
-    """Check how a dataset gives images, which may stay encoded."""
+def parse_decoding(mode: object, size: Any) -> tuple[int, int] | None:
+    """Check the mode and read the size of a dataset's images, which may stay encoded."""
     if mode is not None:
         check_mode(mode)
     elif size is not None:
         raise ValueError(
-            f"size={size!r} with mode=None: images stay encoded; give a mode, or the size to"
+            f"size={size!r} with mode=None: images stay encoded. Set a mode, or pass the size to"
             " Decode(size=...), which decodes them"
         )
-    return checked_size(size)
+    return parse_size(size)
 
 
 def decode_image(
@@ -86,7 +86,7 @@ def decode_image(
             "images are decoded by Pillow: pip install 'lightning_memmap[images]'"
         ) from error
     if not isinstance(source, Path) and not len(source):
-        raise ImageMissingError("it has no bytes: it is None, or the bytes of an empty file")
+        raise ImageMissingError("it is None or an empty file")
     data = source.data if isinstance(source, np.ndarray) else source
     file: Any = data if isinstance(data, Path) else io.BytesIO(data)
     try:
@@ -95,10 +95,10 @@ def decode_image(
             if width * height > MAX_PIXELS:
                 raise ImageError(f"its {width} x {height} pixels are more than {MAX_PIXELS}")
             if size is None and shape is not None and {width, height} != {*shape[1:]}:
-                raise _other_size((height, width), shape)
+                raise _size_error((height, width), shape)
             return _pixels(image, mode, size, shape, place)
     except UnidentifiedImageError as error:
-        raise ImageError(f"it is no image of a known format ({', '.join(_FORMATS)})") from error
+        raise ImageError(f"it isn't an image of a known format ({', '.join(_FORMATS)})") from error
     except (ImageError, FileNotFoundError):
         raise
     except Exception as error:  # Each format has its own errors for damaged files.
@@ -116,14 +116,14 @@ def _pixels(
 
     if image.mode in ("I", "F") or image.mode.startswith("I;"):
         raise ImageError(
-            f"its mode {image.mode!r} has more than 8 bits, which would be lost: store it decoded"
+            f"its mode {image.mode!r} has more than 8 bits, which would be lost. Store it decoded"
         )
     image.load()
     if image.getexif().get(_ORIENTATION, 1) != 1:
         image = ImageOps.exif_transpose(image)
     if mode != image.mode:
         if mode != "RGBA":
-            # Pillow would warn that it is lost.
+            # Otherwise Pillow warns that transparency is lost.
             image.info.pop("transparency", None)
         image = image.convert(mode)
     if place is not None:
@@ -136,18 +136,18 @@ def _pixels(
     pixels: NDArray[np.uint8] = np.asarray(image)
     pixels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
     if shape is not None and pixels.shape != shape:
-        raise _other_size(pixels.shape[1:], shape)
+        raise _size_error(pixels.shape[1:], shape)
     return pixels
 
 
-def _other_size(found: tuple[int, ...], shape: tuple[int, ...]) -> ImageSizeError:
+def _size_error(size: tuple[int, ...], shape: tuple[int, ...]) -> ImageSizeError:
     return ImageSizeError(
-        f"it is {found[0]} x {found[1]} pixels, and the first image {shape[1]} x {shape[2]}"
+        f"it has {size[0]} x {size[1]} pixels, but the first image has {shape[1]} x {shape[2]}"
     )
 
 
-def pixels_of(row: Tensor) -> NDArray[np.uint8] | None:
-    """Convert a row to pixels, if it has the shape of an image."""
+def row_to_pixels(row: Tensor) -> NDArray[np.uint8] | None:
+    """Convert a row with the shape of an image to pixels; return None for any other row."""
     if row.is_complex() or row.dim() not in (2, 3) or 0 in row.shape:
         return None
     if row.dim() == 2:
@@ -161,7 +161,8 @@ def pixels_of(row: Tensor) -> NDArray[np.uint8] | None:
     numbers = row.double()
     if row.dtype != torch.uint8:
         numbers = numbers.nan_to_num(0.0, 0.0, 0.0)
-        low, high = numbers.min(), numbers.max()
+        low = numbers.min()
+        high = numbers.max()
         numbers = (numbers - low) * (255 / (high - low if high > low else 1))
-    found: NDArray[np.uint8] = numbers.numpy().astype(np.uint8)
-    return found
+    pixels: NDArray[np.uint8] = numbers.numpy().astype(np.uint8)
+    return pixels

@@ -1,4 +1,4 @@
-"""Programs that are started, watched and ended: models of an ensemble, runs of a comparison."""
+"""Starts, watches and ends programs: the members of an ensemble, the runs of a comparison."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 _POLL_S = 0.01
-#: What launchers of distributed processes set, and a program that is started here must not see.
+#: Variables of the launchers of distributed processes, which programs must not inherit.
 _LAUNCHERS = {
     "RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
     "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
@@ -50,21 +50,21 @@ class Launched(subprocess.Popen[bytes]):
             )
 
     def tail(self, num_lines: int = 12) -> list[str]:
-        """The last lines that it printed, without empty ones."""
+        """Return the last lines of its output, without empty ones."""
         with self.output.open(encoding="utf-8", errors="replace") as file:
             file.seek(self._head_bytes)
             return list(deque((line.strip() for line in file if line.strip()), num_lines))
 
-    def how_it_ended(self, num_lines: int = 1) -> str:
-        """Of a program that has ended: its signal, or its exit code and the end of its output."""
+    def describe_exit(self, num_lines: int = 1) -> str:
+        """Describe how the program ended: its signal, or its exit code and last lines of output."""
         code = self.returncode
         if code < 0:
-            names = {known.value: known.name for known in signal.Signals}
+            names = {number.value: number.name for number in signal.Signals}
             return f"killed by {names.get(-code, f'signal {-code}')}"
         return ": ".join([f"exit code {code}", " | ".join(self.tail(num_lines))]).rstrip(": ")
 
     def kill_group(self, patience_s: float = 5.0) -> None:
-        """End the program and all that it started, even what outlived it: SIGTERM, then SIGKILL."""
+        """End the program and all its descendants: SIGTERM, then SIGKILL."""
         assert self._has_group, "this process is in the same group"
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:

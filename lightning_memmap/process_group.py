@@ -1,4 +1,4 @@
-"""Sending tensors of any dtype, and leaving the process group at the end of a program."""
+"""Broadcasts tensors of any dtype, and leaves the process group at the end of a program."""
 
 import atexit
 from collections.abc import Iterable
@@ -22,8 +22,8 @@ def _leave_group() -> None:
         dist.destroy_process_group()
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as flat uint8, on the same memory: NCCL does not know all dtypes."""
+def view_as_bytes(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor as flat uint8, because NCCL does not support all dtypes."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
@@ -32,7 +32,7 @@ def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup | None = Non
     """Broadcast a tensor of any dtype in place; ``source`` is a global rank."""
     contiguous = tensor.detach().contiguous()
     if contiguous.numel():
-        dist.broadcast(as_bytes(contiguous), source, group=group)
+        dist.broadcast(view_as_bytes(contiguous), source, group=group)
     if contiguous.data_ptr() != tensor.data_ptr():
         tensor.copy_(contiguous)
 
@@ -40,11 +40,11 @@ def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup | None = Non
 @torch.no_grad()
 def broadcast_all(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Broadcast tensors of any dtypes from a group's first process in place, in one message."""
-    # Those of the largest items first: each then begins at a multiple of the size of its items.
+    # The largest dtypes first, so that each tensor is aligned to its item size.
     tensors = sorted(tensors, key=lambda tensor: -tensor.itemsize)
     if not tensors or dist.get_world_size(group) == 1:
         return
-    message = torch.cat([as_bytes(tensor.contiguous()) for tensor in tensors])
+    message = torch.cat([view_as_bytes(tensor.contiguous()) for tensor in tensors])
     dist.broadcast(message, group=group, group_src=0)
     parts = torch.split(message, [tensor.nbytes for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):

@@ -1,6 +1,6 @@
-"""What the processes of a run must have in common is compared before the first step.
+"""Compares facts that all processes of a run must share, before the first step.
 
-Otherwise a process that differs, or that failed to set up, shows as a collective that never ends.
+Otherwise, if a process differs or failed to set up, the others wait in a collective forever.
 """
 
 from collections import defaultdict
@@ -9,13 +9,13 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from lightning_memmap.errors import RankMismatchError
+from lightning_memmap.errors import RankMismatchError, describe_error
 
 T = TypeVar("T")
 
 
 def gather_from_ranks(value: T) -> list[T]:
-    """Return a value of each process. All ranks of the default process group must call it."""
+    """Gather a value of each process. All ranks of the default process group must call this."""
     ranks = [value]
     if dist.is_available() and dist.is_initialized():
         ranks *= dist.get_world_size()
@@ -24,18 +24,26 @@ def gather_from_ranks(value: T) -> list[T]:
 
 
 def check_ranks_match(facts: Mapping[str, object], error: BaseException | None = None) -> None:
-    """Compare facts over all processes. All ranks of the default process group must call it."""
-    ours = ({name: str(value) for name, value in facts.items()}, _described(error))
-    ranks = gather_from_ranks(ours)
+    """Compare facts over all processes. All ranks of the default process group must call this.
+
+    Args:
+        facts: Values by name, compared as text.
+        error: An error of this process, which is raised here; other ranks raise that it failed.
+
+    Raises:
+        RankMismatchError: The processes differ, or another process failed.
+    """
+    texts = {name: str(value) for name, value in facts.items()}
+    ranks = gather_from_ranks((texts, None if error is None else describe_error(error)))
     if error is not None:
         raise error
     if failed := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(ranks) if text]:
         raise RankMismatchError("another process failed. " + "; ".join(failed))
     differing = []
-    for name in dict.fromkeys(name for known, _ in ranks for name in known):
+    for name in dict.fromkeys(name for rank_texts, _ in ranks for name in rank_texts):
         by_value = defaultdict(list)
-        for rank, (known, _) in enumerate(ranks):
-            by_value[known.get(name, "missing")].append(str(rank))
+        for rank, (rank_texts, _) in enumerate(ranks):
+            by_value[rank_texts.get(name, "missing")].append(str(rank))
         if len(by_value) > 1:
             values = (
                 f"{value} on {'rank' if len(holders) == 1 else 'ranks'} {', '.join(holders)}"
@@ -44,11 +52,7 @@ def check_ranks_match(facts: Mapping[str, object], error: BaseException | None =
             differing.append(f"{name}: {'; '.join(values)}")
     if differing:
         raise RankMismatchError(
-            "the processes must have the same data in the same order, and they differ in "
+            "the processes must have the same data in the same order, but differ in "
             + " | ".join(differing)
-            + ": start all of them with the same arguments and the same stores"
+            + ". Start all of them with the same arguments and the same stores"
         )
-
-
-def _described(error: BaseException | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {error}"

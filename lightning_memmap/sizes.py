@@ -1,4 +1,4 @@
-"""Sizes and durations for people: numbers as text, and text as bytes."""
+"""Formats sizes and durations, and parses sizes."""
 
 import re
 
@@ -7,15 +7,15 @@ _UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("KMGT", 1)
 
 
 def parse_bytes(text: str) -> int:
-    """A number of bytes from a text such as ``80GiB``, ``1.5 TB`` or ``4096``."""
+    """Parse a number of bytes, such as ``80GiB``, ``1.5 TB`` or ``4096``."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?i?)B?\s*", text)
     if match is None or match[2] not in _UNITS:
-        raise ValueError(f"{text!r} is not a size: write it like 80GiB, 1.5TB or 4096")
+        raise ValueError(f"{text!r} is not a size such as 80GiB, 1.5TB or 4096")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
 def format_bytes(count: float) -> str:
-    """Bytes as text, in binary units."""
+    """Format a number of bytes in binary units."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
@@ -25,7 +25,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as text, such as ``0.05 s``, ``3 min 20 s`` or ``2 h 40 min``."""
+    """Format seconds, such as ``0.05 s``, ``3 min 20 s`` or ``2 h 40 min``."""
     if seconds < 10:
         return f"{seconds:.1f} s" if seconds >= 0.95 else f"{seconds:.2f} s"
     if seconds < 59.5:

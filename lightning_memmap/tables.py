@@ -1,4 +1,4 @@
-"""Tables for the terminal, which pages of HTML show too. All of their text is safe to print."""
+"""Tables for the terminal and for pages of HTML. All of their text is safe to print."""
 
 import secrets
 from collections.abc import Collection, Iterable, Sequence
@@ -18,17 +18,19 @@ from lightning_memmap.sizes import format_bytes
 _GENERATOR = '<meta name="generator" content="lightning_memmap">'
 #: Bytes at the beginning of a page that have its head.
 _HEAD_BYTES = 1024
-#: How a text is meant: as good, bad or uncertain news.
-GOOD, BAD, UNSURE = "green", "bold red", "yellow"
+#: Styles of texts that report a success, a failure, or a doubt.
+GOOD = "green"
+BAD = "bold red"
+UNSURE = "yellow"
 
 
 def printable(value: object) -> str:
-    """The text of a value that may come from anyone, without codes that control the terminal."""
+    """Return the text of an untrusted value, without codes that control the terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in str(value))
 
 
 def text(value: object, style: str = "") -> Text:
-    """A cell of a table, or a line."""
+    """Make a cell of a table, or a line."""
     return Text(printable(value), style)
 
 
@@ -52,8 +54,9 @@ def make_table(
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0, collapse_padding=True
     )
     for label in labels:
-        # The name of a row is never broken.
-        is_left, is_text = label in words or label == labels[0], label in words
+        is_text = label in words
+        # The first column has the names of the rows, which are never broken.
+        is_left = is_text or label == labels[0]
         narrow = fill(label, 9, break_long_words=False, break_on_hyphens=False)
         table.add_column(
             text(label) if is_text else Text(narrow),
@@ -67,7 +70,7 @@ def make_table(
 
 
 def render_page(template: str, **values: Any) -> str:
-    """Make a page of HTML that needs nothing else: no script, no font, no network."""
+    """Render a page of HTML that needs no script, font or network."""
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
     except ModuleNotFoundError as error:
@@ -103,18 +106,18 @@ def check_page(argument: str, path: Path) -> None:
     """
     if path.is_dir():
         raise ValueError(
-            f"{argument}={str(path)!r} is a directory: name the HTML file, such as"
+            f"{argument}={str(path)!r} is a directory. Pass the HTML file, such as"
             f" {path / 'page.html'}"
         )
     if (path.is_symlink() or path.exists()) and not is_our_page(path):
         raise ValueError(
-            f"{argument}={str(path)!r} exists, and is not a page of this command, so it is not"
-            " replaced: name another file, or remove it"
+            f"{argument}={str(path)!r} exists and is not a page of this command. Choose another"
+            " file, or remove it"
         )
 
 
-def write_at_once(path: Path, data: bytes) -> None:
-    """Write a file that is complete or absent; it replaces the file that is there."""
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file that is complete or absent, in place of an existing file."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with open(partial, "xb") as file:

@@ -14,7 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lightning_memmap.errors import is_refused_call
+from lightning_memmap.errors import is_argument_mismatch
 from lightning_memmap.loading.nested import (
     check_alike,
     kind_of,
@@ -93,7 +93,7 @@ class PerSample:
         try:
             return self.function(sample)
         except TypeError as error:
-            if not is_refused_call(error):
+            if not is_argument_mismatch(error):
                 raise
             raise TypeError(
                 f"PerSample(function={short_repr(self.function)}) cannot be called with a sample"

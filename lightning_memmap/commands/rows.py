@@ -19,7 +19,7 @@ from lightning_memmap.placement.topology import DataTopology, topology_of
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import BatchSchedule, steps_to_skip
 from lightning_memmap.store import Store
-from lightning_memmap.tables import check_page, make_table, render_page, text, write_at_once
+from lightning_memmap.tables import check_page, make_table, render_page, text, write_atomically
 
 _DESCRIPTION = """List the rows of the global batch of any step, device by device. The order of rows
 is computed: no data is loaded."""
@@ -207,7 +207,7 @@ def _write_page(path: Path, store: Store, order: Sampler, step: dict[str, Any]) 
     title = f"Epoch {step['epoch']}, step {step['step']}"
     path.parent.mkdir(parents=True, exist_ok=True)
     section = Section(title, [_title(order, step), store.location], samples)
-    write_at_once(path, render_page("samples.html", sections=[section]).encode())
+    write_atomically(path, render_page("samples.html", sections=[section]).encode())
 
 
 def _read_data(options: RowsOptions) -> MemmapDataModule:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from lightning_memmap.images import ImageError, decode_image, pixels_of
+from lightning_memmap.images import ImageError, decode_image, row_to_pixels
 from lightning_memmap.schema.fields import Field
 from lightning_memmap.schema.kinds import Bytes
 from lightning_memmap.sizes import format_bytes
@@ -76,7 +76,7 @@ def make_value(field: Field, row: Tensor) -> Value:
         text = str(field.value(row)).encode("utf-8", "replace").decode()
         return Value(field.name, "", text[:_MAX_TEXT] + "..." * (len(text) > _MAX_TEXT))
     shape = " x ".join(map(str, row.shape))
-    if (pixels := pixels_of(row)) is not None:
+    if (pixels := row_to_pixels(row)) is not None:
         return Value(field.name, _picture(pixels), shape)
     text = ", ".join(map(field.kind.words, row.reshape(-1)[:_MAX_VALUES].tolist()))
     return Value(field.name, "", f"{shape}: {text}, ..." if row.numel() > _MAX_VALUES else text)

@@ -6,7 +6,7 @@ from lightning_memmap.arguments import BriefParser
 from lightning_memmap.commands.store_find import open_stores
 from lightning_memmap.commands.store_options import make_function_parser, print_line
 from lightning_memmap.commands.store_page import make_section
-from lightning_memmap.tables import check_page, render_page, write_at_once
+from lightning_memmap.tables import check_page, render_page, write_atomically
 
 
 def make_show_parser() -> BriefParser:
@@ -23,6 +23,6 @@ def show(path: str, *, out: str = "store.html") -> int:
     """
     check_page("out", Path(out))
     sections = [make_section(name, store) for name, store in open_stores(path).items()]
-    write_at_once(Path(out), render_page("samples.html", sections=sections).encode())
+    write_atomically(Path(out), render_page("samples.html", sections=sections).encode())
     print_line(out)
     return 0

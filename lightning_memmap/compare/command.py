@@ -13,7 +13,7 @@ from lightning_memmap.compare.report import print_report, render_html
 from lightning_memmap.compare.runner import Comparison
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.launched import on_sigterm
-from lightning_memmap.tables import write_at_once
+from lightning_memmap.tables import write_atomically
 
 _DESCRIPTION = """Train the same model on the same rows in several variants, check that the results
 agree, and measure what each one costs. A variant is a strategy and a loader of its rows. Exit
@@ -48,7 +48,7 @@ def compare(args: list[str]) -> int:
     if code != 2:
         console.print(f"\n{out / REPORT}", soft_wrap=True)
     try:
-        write_at_once(out / PAGE, render_html(report).encode())
+        write_atomically(out / PAGE, render_html(report).encode())
         console.print(str(out / PAGE), soft_wrap=True)
     except (OSError, ValueError) as error:
         console.print(f"no report.html: {error}", soft_wrap=True, markup=False)

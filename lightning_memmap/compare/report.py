@@ -22,7 +22,7 @@ from lightning_memmap.tables import (
     make_table,
     render_page,
     text,
-    write_at_once,
+    write_atomically,
 )
 
 Status = Literal["ok", "refused", "failed", "pending"]
@@ -101,7 +101,7 @@ class Report:
             },
             **asdict(self),
         }
-        write_at_once(path, msgspec.json.format(msgspec.json.encode(values), indent=1))
+        write_atomically(path, msgspec.json.format(msgspec.json.encode(values), indent=1))
 
 
 _UNKNOWN = text("-")

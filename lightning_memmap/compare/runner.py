@@ -90,7 +90,7 @@ def _read_error(out: Path, process: Launched) -> RunError:
         with suppress(ValueError):
             content = json.loads(path.read_text(encoding="utf-8"))
             return RunError(content["message"], content["refused"])
-    return RunError(f"it ended with {process.how_it_ended(12)}")
+    return RunError(f"it ended with {process.describe_exit(12)}")
 
 
 class Comparison:

@@ -17,9 +17,9 @@ from lightning_memmap.errors import (
     MemmapError,
     StoreError,
     StoreNotFoundError,
-    naming,
     nearest,
     nearest_file,
+    split_in_errors,
     with_article,
 )
 from lightning_memmap.sampling.rows import Integers, Rows
@@ -156,7 +156,7 @@ class SplitStores:
             )
         # An existing store keeps its shards: its rows are striped again if num_shards differs.
         is_kept = not options.overwrite and is_store(path)
-        with naming(split):
+        with split_in_errors(split):
             return Asked(
                 dataset,
                 path,
@@ -183,11 +183,11 @@ class SplitStores:
     def build(self, builds: Mapping[str, Asked]) -> None:
         """Build the stores of some splits, or recognize stores that exist."""
         for split, task in builds.items():
-            with naming(split):
+            with split_in_errors(split):
                 # Before any row is read, because datasets that cache rows may be shared.
                 _ = task.fingerprint or task.identity
         for split, task in builds.items():
-            with naming(split):
+            with split_in_errors(split):
                 store = build(task, overwrite=self.options.overwrite)
             self.known_stores.add(split, self._origin(split, store))
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_memmap.errors import is_refused_call, with_article
+from lightning_memmap.errors import is_argument_mismatch, with_article
 from lightning_memmap.loading.device_streams import current
 
 BatchTransform = Callable[..., Any]
@@ -86,7 +86,7 @@ class DeviceTransform:
             return self._transform(batch, **keywords)
         except (TypeError, AttributeError) as error:
             is_of_torch = type(self._transform).__module__.startswith("torch")  # And torchvision.
-            if not (is_of_torch or is_refused_call(error)):
+            if not (is_of_torch or is_argument_mismatch(error)):
                 raise
             raise TypeError(
                 f"transform={short_repr(self._transform)}: it cannot be called with a batch"

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self, override
 
-from lightning_memmap.errors import Described, check_integer
+from lightning_memmap.errors import ReprAsCall, check_integer
 from lightning_memmap.sampling.factory import Fields, SamplerFactory, check_per_row, per_row_array
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import (
@@ -40,7 +40,7 @@ _SHARD_BITS = 3
 
 
 @dataclass(eq=False, repr=False)
-class Bucketed(Described, SamplerFactory):
+class Bucketed(ReprAsCall, SamplerFactory):
     """Puts rows of similar length into one step, for ``MemmapDataModule(sampler=...)``.
 
     Each epoch holds all rows exactly once. It is divided into sections of ``num_buckets``

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from typing_extensions import Self, override
 
-from lightning_memmap.errors import Described
+from lightning_memmap.errors import ReprAsCall
 from lightning_memmap.sampling.factory import Fields, SamplerFactory, make_sampler
 from lightning_memmap.sampling.pool import Pool, merge_pools
 from lightning_memmap.sampling.rows import Integers
@@ -20,7 +20,7 @@ Stage: TypeAlias = Literal[None] | SamplerFactory | Callable[[Pool, int], Sample
 
 
 @dataclass(eq=False, repr=False)
-class Curriculum(Described, SamplerFactory):
+class Curriculum(ReprAsCall, SamplerFactory):
     """Changes the order at chosen epochs, for ``MemmapDataModule(sampler=...)``.
 
     The rows of all stages stay resident from the beginning.

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_memmap.errors import check_integer, is_refused_call
+from lightning_memmap.errors import check_integer, is_argument_mismatch
 from lightning_memmap.sampling.identity import identity_of
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import Integers
@@ -125,7 +125,7 @@ def make_sampler(
     try:
         sampler = make(pool, seed)
     except TypeError as error:
-        if not is_refused_call(error):
+        if not is_argument_mismatch(error):
             raise
         raise TypeError(
             f"sampler={maker!r} can't be called with the pool of rows and the seed ({error}): pass"

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_memmap.errors import Described, check_number
+from lightning_memmap.errors import ReprAsCall, check_number
 from lightning_memmap.sampling.factory import Fields, SamplerFactory, check_num_samples
 from lightning_memmap.sampling.permutations import order_within, random_bits
 from lightning_memmap.sampling.pool import Pool
@@ -46,7 +46,7 @@ _GOLDEN_UNITS = np.uint64(_GOLDEN_RATIO * 2**64)
 
 
 @dataclass(eq=False, repr=False)
-class Mixture(Described, SamplerFactory):
+class Mixture(ReprAsCall, SamplerFactory):
     """Draws from several training sets in exact shares, for ``MemmapDataModule(sampler=...)``.
 
     In each epoch, a set fills exactly its share of the positions, and each of its rows is drawn

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_memmap.errors import Described, check_integer, check_number
+from lightning_memmap.errors import ReprAsCall, check_integer, check_number
 from lightning_memmap.sampling.factory import Fields
 from lightning_memmap.sampling.permutations import random_bits
 from lightning_memmap.sampling.rows import Integers
@@ -58,7 +58,7 @@ class Selection(ABC):
 
 
 @dataclass(eq=False, repr=False)
-class _Named(Described, Selection):
+class _Named(ReprAsCall, Selection):
     """Names rows: by their numbers, by a mask, or by the values of a field."""
 
     rows: Any = None
@@ -147,7 +147,7 @@ class Subset(_Named):
 
 
 @dataclass(eq=False, repr=False)
-class Parts(Described, Selection):
+class Parts(ReprAsCall, Selection):
     """Trains member ``m`` on every ``M``-th row: the rows ``i`` with ``i % M == m``.
 
     Args:
@@ -241,7 +241,7 @@ class _HoldingOut(Selection):
 
 
 @dataclass(eq=False, repr=False)
-class RandomSplit(Described, _HoldingOut):
+class RandomSplit(ReprAsCall, _HoldingOut):
     """Holds out random rows of the training store, to validate on.
 
     Args:
@@ -317,7 +317,7 @@ class Holdout(_HoldingOut, _Named):
 
 
 @dataclass(eq=False, repr=False)
-class KFold(Described, _HoldingOut):
+class KFold(ReprAsCall, _HoldingOut):
     """Holds out one of several folds of the training store, to validate on.
 
     The fold is the ``member`` of the data module. Each row is in one fold, and the sizes of folds

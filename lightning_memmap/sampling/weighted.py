@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_memmap.errors import Described
+from lightning_memmap.errors import ReprAsCall
 from lightning_memmap.sampling.factory import (
     Fields,
     SamplerFactory,
@@ -50,7 +50,7 @@ _MAX_SAMPLES = 2**40
 
 
 @dataclass(eq=False, repr=False)
-class Weighted(Described, SamplerFactory):
+class Weighted(ReprAsCall, SamplerFactory):
     """Draws rows by weight, afresh in each epoch, for ``MemmapDataModule(sampler=...)``.
 
     In each epoch, a row is drawn ``num_samples * weight / sum(weights)`` times, rounded up or down

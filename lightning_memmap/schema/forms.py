@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from typing_extensions import override
 
-from lightning_memmap.errors import check_integer, check_number, is_refused_call
-from lightning_memmap.images import CHANNELS, check_mode, checked_size
+from lightning_memmap.errors import check_integer, check_number, is_argument_mismatch
+from lightning_memmap.images import CHANNELS, check_mode, parse_size
 from lightning_memmap.schema.fields import Field, dtype_name, name_as_stored
 from lightning_memmap.schema.kinds import Bytes
 
@@ -250,7 +250,7 @@ class Decode(Form):
 
     def __post_init__(self) -> None:
         check_mode(self.mode)
-        object.__setattr__(self, "size", checked_size(self.size))
+        object.__setattr__(self, "size", parse_size(self.size))
         if self.num_threads is not None:
             given = check_integer("Decode: num_threads", self.num_threads, 1, "at least 1 thread")
             object.__setattr__(self, "num_threads", given)
@@ -321,6 +321,6 @@ def _form(name: str, given: Any) -> Form:
         return _FORMS[kind](**arguments)
     except (TypeError, ValueError) as error:
         known = ""
-        if is_refused_call(error):  # An argument is missing, or is none of the form's.
+        if is_argument_mismatch(error):  # An argument is missing, or is none of the form's.
             known = f": form {kind!r} has {', '.join(signature(_FORMS[kind]).parameters)}"
         raise type(error)(f"variable: field {name!r}: {error}{known}") from error

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from lightning_memmap.errors import StoreError, naming
+from lightning_memmap.errors import StoreError, split_in_errors
 from lightning_memmap.sampling.rows import Integers, starts_of
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.build import Asked, check_length
@@ -471,7 +471,7 @@ class _ByName:
 
     def __call__(self, task: tuple[str, Any]) -> Any:
         name, argument = task
-        with naming(name):
+        with split_in_errors(name):
             if name not in self._functions:
                 self._functions[name] = self._makers[name](self._datasets[name])
             return self._functions[name](argument)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import pipelining
 
 from lightning_memmap._compat.pipelining import TracelessStage
-from lightning_memmap.process_group import as_bytes
+from lightning_memmap.process_group import view_as_bytes
 
 
 def schedule_class(name: str) -> Any:
@@ -32,5 +32,5 @@ class ScheduledStage(TracelessStage):
 def _of_bytes(messages: list[dist.P2POp]) -> list[dist.P2POp]:
     for message in messages:
         if not message.tensor.is_floating_point():
-            message.tensor = as_bytes(message.tensor)
+            message.tensor = view_as_bytes(message.tensor)
     return messages

@@ -32,7 +32,7 @@ from lightning_memmap._compat.modules import unless_none
 from lightning_memmap.errors import MemberError, check_integer
 from lightning_memmap.launched import Launched, on_sigterm
 from lightning_memmap.strategies._base import OneNode
-from lightning_memmap.tables import BAD, TitledTable, make_table, text, write_at_once
+from lightning_memmap.tables import BAD, TitledTable, make_table, text, write_atomically
 
 #: Which member a process trains. A user who sets it trains this one alone.
 MEMBER_VARIABLE = "LIGHTNING_MEMMAP_MEMBER"
@@ -440,7 +440,7 @@ class _Members(ScriptLauncher):  # type: ignore[misc]
         if path.exists() and _read(path) is None:
             raise _foreign_file(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_at_once(path, json.dumps(asdict(result), indent=1).encode())
+        write_atomically(path, json.dumps(asdict(result), indent=1).encode())
 
     def _start(self, root: Path) -> None:
         """Start the other members, unless this program has done so."""
@@ -510,7 +510,7 @@ class _Members(ScriptLauncher):  # type: ignore[misc]
         if result.status != RUNNING or code is None:
             return result
         if code or recorded is not None:
-            return replace(result, status=FAILED, error=process.how_it_ended())
+            return replace(result, status=FAILED, error=process.describe_exit())
         return replace(result, status=ABSENT)
 
     def _file(self, member: int) -> Path:

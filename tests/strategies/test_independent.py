@@ -186,7 +186,7 @@ def test_members_take_the_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("options", "trainer", "words"),
     [
-        ({"num_members": 0}, {}, "num_members=0: at least 1"),
+        ({"num_members": 0}, {}, "num_members=0"),
         ({"num_members": 2}, {"devices": 4}, "num_members=2 with Trainer(devices=4): some devices"),
         ({}, {"devices": 2, "num_nodes": 2}, "num_nodes=2: memmap_independent"),
     ],

@@ -19,8 +19,8 @@ from lightning_memmap.images import (
     MAX_PIXELS,
     ImageError,
     ImageSizeError,
-    checked_size,
     decode_image,
+    parse_size,
 )
 from tests.datasets import encoded, icons, photographs, plain
 
@@ -126,7 +126,7 @@ def test_scaled_image_is_its_middle_and_not_distorted() -> None:
     ("given_size", "size"), [(None, None), (8, (8, 8)), ([4, 5], (4, 5)), ((4, 5), (4, 5))]
 )
 def test_size_is_one_number_or_two(given_size: object, size: object) -> None:
-    assert checked_size(given_size) == size
+    assert parse_size(given_size) == size
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_size_is_one_number_or_two(given_size: object, size: object) -> None:
 )
 def test_other_sizes_are_refused(size: object) -> None:
     with pytest.raises(ValueError, match=r"^size="):
-        checked_size(size)
+        parse_size(size)
 
 
 def png_that_claims(height: int, width: int) -> bytes:
@@ -155,7 +155,7 @@ def test_file_that_claims_many_pixels_is_refused_before_it_is_decoded() -> None:
     for height, width in ((8200, 8200), (2**31 - 1, 2**31 - 1), (1, 2**31 - 1)):
         with pytest.raises(ImageError, match=r"pixels are more than|DecompressionBomb"):
             decode_image(png_that_claims(height, width), "RGB")
-    with pytest.raises(ImageSizeError, match="it is 5000 x 4000 pixels, and the first image 4 x 4"):
+    with pytest.raises(ImageSizeError, match=r"5000 x 4000 .* 4 x 4"):
         decode_image(png_that_claims(5000, 4000), "RGB", None, (3, 4, 4))
 
 

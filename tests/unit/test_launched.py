@@ -55,7 +55,7 @@ def test_group_ends_with_all_that_it_started(tmp_path: Path, seconds: float) -> 
         sleep(0.01)
     assert not is_running(child)
     expected = "killed by SIGTERM" if seconds else "exit code 3: so be it"
-    assert program.how_it_ended() == expected
+    assert program.describe_exit() == expected
     program.kill_group()
 
 
@@ -79,4 +79,4 @@ def test_program_without_output_ends_by_its_code_alone(tmp_path: Path) -> None:
     assert program.tail() == ["True"]
     silent = Launched([sys.executable, "-S", "-c", ""], tmp_path / "silent.log")
     assert silent.wait(30) == 0
-    assert silent.how_it_ended() == "exit code 0"
+    assert silent.describe_exit() == "exit code 0"

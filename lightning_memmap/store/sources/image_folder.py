@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memmap.images import EXTENSIONS, ImageError, checked_decoding, decode_image
+from lightning_memmap.images import EXTENSIONS, ImageError, decode_image, parse_decoding
 from lightning_memmap.store.places import local_path
 
 
@@ -48,7 +48,7 @@ class ImageFolder(Dataset[dict[str, Any]]):
     ) -> None:
         self.root = local_path(root)
         self.mode = mode
-        self.size = checked_decoding(mode, size)
+        self.size = parse_decoding(mode, size)
         if not self.root.is_dir():
             raise FileNotFoundError(f"root={str(root)!r}: there is no such folder")
         self.classes = sorted(

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, describe_error
-from lightning_memmap.images import checked_decoding, decode_image
+from lightning_memmap.images import decode_image, parse_decoding
 from lightning_memmap.store.places import local_path
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.sources.tar_index import (
@@ -55,7 +55,7 @@ class _TarSamples:
         self.sizes = [Path(path).stat().st_size for path in self.tars]
         self.fields = None if fields is None else dict(fields)
         self.mode = mode
-        self.size = checked_decoding(mode, size)
+        self.size = parse_decoding(mode, size)
 
     def _is_wanted(self, ending: str) -> bool:
         """Tell whether members of an ending are read."""

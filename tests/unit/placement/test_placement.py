@@ -334,7 +334,7 @@ class TestBytes:
         "text", ["", "GiB", "-1GiB", "80 Gib x", "1e9", "1.GB", "i", "5iB", "80gib", "nan", "1 PB"]
     )
     def test_parse_bytes_without_number_or_unit_raises(self, text: str) -> None:
-        with pytest.raises(ValueError, match="is not a size: write it like 80GiB"):
+        with pytest.raises(ValueError, match="80GiB"):
             parse_bytes(text)
 
     @pytest.mark.parametrize(

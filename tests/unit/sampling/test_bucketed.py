@@ -186,9 +186,9 @@ GOLDEN_LARGE = [7553, 67735, 19303, 83879, 18652]
         ([1, -1], {}, "row 1 has the length -1"),
         ([[1], [1]], {}, r"lengths of shape \(2, 1\), and the dataset has 2 rows"),
         ([1.0, 2.0], {}, "lengths of float64"),
-        ([1], {"bucket_size": 0}, "bucket_size=0: at least 1"),
-        ([1], {"bucket_size": 1.5}, r"bucket_size=1\.5: give an integer"),
-        ([1], {"num_buckets": 0}, "num_buckets=0: at least 1"),
+        ([1], {"bucket_size": 0}, "bucket_size=0"),
+        ([1], {"bucket_size": 1.5}, r"bucket_size=1\.5"),
+        ([1], {"num_buckets": 0}, "num_buckets=0"),
     ],
 )
 def test_lengths_that_cannot_be_are_refused(

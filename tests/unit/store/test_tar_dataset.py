@@ -345,7 +345,7 @@ def test_archives_of_gnu_tar_are_whole(tmp_path: Path, kind: Any, options: Any) 
         ([("1.cls", b"x")], None, r"'1\.cls' cannot be read: ValueError"),
         ([("1.txt", b"\xff")], None, r"'1\.txt' cannot be read: UnicodeDecodeError"),
         ([("1.json", b"{" * 10000)], None, r"'1\.json' cannot be read"),
-        ([("1.png", b"x")], None, r"'1\.png' cannot be read: ImageError: it is no image"),
+        ([("1.png", b"x")], None, r"'1\.png' cannot be read: ImageError: "),
         ([("1.png", b"x")], {"label": "cls"}, r"sample '1' has 0 members 'cls' for the field"),
         ([("1.a", b""), ("1.b", b"")], {"x": "a;b"}, r"sample '1' has 2 members 'a;b'"),
         ([("1.a", b""), ("1.A", b"")], None, r"'1\.A': the sample '1' has two such members"),

@@ -39,7 +39,7 @@ def test_groups_of_gpus_belong_to_local_ranks(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("options", "devices", "words"),
     [
-        ({"data_devices_per_process": 0}, 2, "data_devices_per_process=0: at least 1"),
+        ({"data_devices_per_process": 0}, 2, "data_devices_per_process=0"),
         ({"data_devices_per_process": 3}, 4, "does not divide Trainer(devices=4)"),
         ({"data_devices_per_process": 1, "root_holds_data": False}, 2, "no device is left"),
     ],
