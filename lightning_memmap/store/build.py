@@ -157,18 +157,25 @@ def _build(asked: "Asked", *, overwrite: bool, part: tuple[int, int] | None = No
             return store
         # Rows that no build would go on with are not kept: they would keep the disk full.
         resume = part is not None or not (overwrite or asked.is_stream)
-        row_bytes = probes.typical_bytes
-        building = stack.enter_context(
-            Building.begin(directory.path, draft, resume=resume, part=part, row_bytes=row_bytes)
+        building = Building.begin(
+            directory.path, draft, resume=resume, part=part, row_bytes=probes.typical_bytes
         )
         if part is not None:
             lock.close()
-        write_missing(building, workers, probes, asked.show)
-        if part is None:
-            building.finish(num_threads=max(2, num_workers), show=asked.show)
-        else:
-            building.sync()
+        _write(asked, building, workers, probes)
     return None
+
+
+def _write(
+    asked: "Asked", building: Building, workers: Workers, probes: Probes, **changes: Any
+) -> None:
+    """Write the missing rows, and unless they are a part make the store, with these changes."""
+    with building:
+        write_missing(building, workers, probes, asked.show)
+        if building.is_part:
+            building.sync()
+        else:
+            building.finish(num_threads=max(2, asked.num_workers), show=asked.show, **changes)
 
 
 def build_part(
@@ -298,8 +305,9 @@ def append_store(
 
     The new version is written beside the old one and then takes its place: a process that has the
     store open keeps the rows that it has, and a call that is interrupted leaves the store as it
-    was; the same call then goes on where it stopped. This reads all bytes of the old version and
-    writes those of the new one, for which the disk must have room: append seldom, and much at once.
+    was; the same call then goes on where it stopped. This compares all bytes of the old version
+    with its checksums, and writes those of the new one, for which the disk must have room: append
+    seldom, and much at once.
 
     Args:
         dataset: Map-style, with samples of the structure, dtypes and shapes of the store.
@@ -327,10 +335,11 @@ def append_store(
             f"{with_article(type(dataset).__name__)}: only a map-style dataset can be appended;"
             " build a store of its own of it, and append that"
         )
-    directory, show, identity = asked.directory, asked.show, asked.identity
+    directory, identity = asked.directory, asked.identity
     open_directory(directory.path)  # Before a lock is made where there is nothing.
     with directory.locked():
         store = open_directory(directory.path)
+        store.check_bytes(asked.show, num_threads=max(2, num_workers))
         classes = _joined_classes(store, dataset)
         both = Appended(store, dataset)
         _log.warning(
@@ -352,12 +361,12 @@ def append_store(
             classes=classes,
             source={"dataset": name[-_MAX_SOURCE:], ".old rows": store.manifest.content},
         )
-        row_bytes = store.manifest.row_bytes
-        with Building.begin(directory.path, draft, resume=True, row_bytes=row_bytes) as building:
-            with Workers(both, num_workers) as workers:
-                write_missing(building, workers, probes, show)
-            given = Fingerprint({}, fingerprint) if fingerprint is not None else None
-            building.finish(num_threads=max(2, num_workers), show=show, fingerprint=given)
+        given = Fingerprint({}, fingerprint) if fingerprint is not None else None
+        with Workers(both, num_workers) as workers:
+            building = Building.begin(
+                directory.path, draft, resume=True, row_bytes=store.manifest.row_bytes
+            )
+            _write(asked, building, workers, probes, fingerprint=given)
     return open_directory(directory.path)
 
 

@@ -267,6 +267,11 @@ class Building:
         kept = f"{num_done:,} of {self.draft.num_rows:,} rows are kept"
         return f"the store at {self.store}: {kept} at {self.path}"
 
+    @property
+    def is_part(self) -> bool:
+        """Whether other processes write other rows of the store."""
+        return self.journal is not None and self.journal.part is not None
+
     def missing(self) -> list[range]:
         """The rows that are still to be written, in ranges: of a part, those of the part."""
         assert self.journal is not None

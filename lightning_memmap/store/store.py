@@ -26,6 +26,7 @@ from lightning_memmap.store.checksums import compute_checksums, merge_chunks
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ItemRows, MappedRows, OpenColumn
+from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.tensordicts import Source, rows_of_shards
 
 
@@ -390,6 +391,17 @@ class Store:
             for chunks, (field, computed) in zip(self.manifest.chunks, sums.items(), strict=True)
             for shard, file, start, stop in merge_chunks(chunks.differing(computed))
         ]
+
+    def check_bytes(self, show: ShowProgress, *, num_threads: int = 2) -> None:
+        """Raise a StoreError if a byte differs from its checksum."""
+        with show("verifying", sum(self.manifest.file_bytes.values()), 1) as advance:
+            damages = self.damage(num_threads, advance)
+        if damages:
+            more = f", and {len(damages) - 3} more" if len(damages) > 3 else ""
+            raise StoreError(
+                f"the store at {self.location} is damaged: {'; '.join(map(str, damages[:3]))}"
+                f"{more}. Restore these files, or build the store again"
+            )
 
     def __len__(self) -> int:
         return self.num_rows

@@ -5,6 +5,7 @@ no two copies of different stores write to the same files, and what one removes 
 """
 
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeGuard
 
@@ -39,7 +40,7 @@ _REPLACED, _MAX_NAME_BYTES = f"replaced{TEMPORARY}", 64
 def push_store(
     path: str | Path, url: str, *, overwrite: bool = False, progress: bool = True
 ) -> None:
-    """Copy a store to a URL.
+    """Copy a store to a URL, once all of its bytes are compared with their checksums.
 
     The manifest is written last, at once: whoever reads the URL finds the store that was there, or
     the new one, or none before the first is whole. A push that was interrupted goes on with the
@@ -83,9 +84,11 @@ def push_store(
             f"{url} is a directory of stores, such as {inner[0]!r}: choose the URL of one store,"
             f" such as {there.url / inner[0]}"
         )
+    show = partial(show_progress, hidden=not progress)
+    store.check_bytes(show)
     new = replace(manifest, generation=copy_name(manifest, before))
     sizes = manifest.file_bytes
-    with show_progress("pushing", sum(sizes.values()), 1, hidden=not progress) as advance:
+    with show("pushing", sum(sizes.values()), 1) as advance:
         for name, num_bytes in sizes.items():
             at = f"{new.generation}/{name}"
             if there.size(at) != num_bytes:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from lightning_memmap.errors import DatasetError, SchemaError, StoreNotFoundError
+from lightning_memmap.errors import DatasetError, SchemaError, StoreError, StoreNotFoundError
 from lightning_memmap.store import append_store, build_store, open_store, verify_store
 from tests.datasets import Counting, Mixed, Numbered, Replaced, holds
 
@@ -74,6 +74,20 @@ def test_fingerprint_of_all_rows_decides_after_append(tmp_path: Path) -> None:
     both = Counting(ConcatDataset([Numbered(50), Numbered(30)]))
     build_store(both, tmp_path / "s", fingerprint="v2", **QUIET)
     assert both.rows == []
+
+
+def test_damaged_store_is_not_appended_to(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    build_store(Numbered(50), path, num_shards=4, **QUIET)
+    (file,) = path.rglob("label.memmap")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(StoreError, match=r"'label', shard 3.*label\.memmap"):
+        append_store(Numbered(30), path, **QUIET)
+    # The damage is not signed with new checksums.
+    assert [damage.field for damage in verify_store(path)] == ["label"]
+    assert len(list(path.glob("g-*"))) == 1
 
 
 def test_row_that_does_not_fit_leaves_the_store_as_it_was(tmp_path: Path) -> None:

@@ -351,6 +351,16 @@ def is_entry(descriptor: int) -> bool:
 # Push
 
 
+def test_damaged_store_is_not_pushed(tmp_path: Path) -> None:
+    (file,) = store(tmp_path / "s").path.rglob("label.memmap")
+    data = bytearray(file.read_bytes())
+    data[0] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(StoreError, match="'label', shard 0"):
+        push_store(tmp_path / "s", (tmp_path / "far").as_uri(), progress=False)
+    assert not (tmp_path / "far").exists()
+
+
 def test_push_leaves_the_files_of_others_alone(tmp_path: Path) -> None:
     built = store(tmp_path / "s")
     (tmp_path / "far" / "g-mine").mkdir(parents=True)
