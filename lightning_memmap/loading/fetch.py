@@ -1,4 +1,18 @@
-"""Fetches the rows of coming steps: for all data devices at once, or for each of them."""
+"""Fetch the rows of the next steps, for one device that receives all rows or for every data device.
+
+Take 7 rows in 4 shards for two data devices, in dataset order, and steps of 4 and 3 rows. The
+sources 0 and 1 hold the shards 0, 1 and 2, 3. Small steps are fetched in groups; here each step is
+a group::
+
+    step          0           1
+    positions     0 1 2 3     4 5 6
+    shard         0 1 2 3     0 1 2      position % 4
+    source        0 0 1 1     0 0 1
+    receiver      0 1 0 1     0 1 0      position % 2
+
+So the source 0 is requested rows 0, 1 for step 0 and rows 4, 5 for step 1, one for each receiver;
+the source 1 rows 2, 3 and then row 6, for receiver 0. `in_order` merges what a receiver gets.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -17,15 +31,25 @@ from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sampling.sampler import Sampler
 
-#: What a source is asked for: slots, group by group and in each of them one receiver after another,
-#: which of all rows these are, and how many each of its receivers has.
-_Asked: TypeAlias = tuple[Tensor, Integers, list[int]]
-#: Small steps are fetched several at once, up to these numbers of bytes and steps.
-_FETCH_BYTES, _FETCH_STEPS = 2**23, 64
+#: One request to a source, for a group of steps: slots sorted by receiver, their row indices within
+#: all steps, and the number of rows per receiver.
+_Request: TypeAlias = tuple[Tensor, Integers, list[int]]
+#: Most bytes of steps that are fetched at once.
+_FETCH_BYTES = 2**23
+#: Most steps that are fetched at once.
+_FETCH_STEPS = 64
 
 
 class Fetcher:
-    """Fetches rows where they are, for a receiver of all rows or for each data device."""
+    """Fetches rows from their sources, for one device that receives all or for every data device.
+
+    Args:
+        rows: The rows of a split.
+        topology: The devices of this process.
+        sampler: The order of the rows.
+        assembled_on: The device on which batches are assembled; None if each data device keeps
+            its rows.
+    """
 
     def __init__(
         self,
@@ -37,122 +61,138 @@ class Fetcher:
         self._rows = rows
         self._sampler = sampler
         devices = topology.data_devices
-        # Where batches are assembled is one receiver for all logical data devices, if all rows lie
-        # in one place on the only physical one.
-        is_one_place = len(rows.sources) == 1 and {*devices} == {rows.sources[0].device}
+        # A device that assembles batches receives all rows, if it is the only physical data device
+        # and holds them all.
+        is_one_source = len(rows.sources) == 1 and {*devices} == {rows.sources[0].device}
         self._receivers = devices
-        if is_one_place and assembled_on is not None:
+        if is_one_source and assembled_on is not None:
             self._receivers = (assembled_on,)
         owners = [topology.owner(shard) for shard in range(rows.pool.num_shards)]
         pairs = {*zip(rows.source_of_shard.tolist(), owners, strict=True)}
-        #: By source, the receivers that it has rows for.
         count = len(self._receivers)
+        #: By source, the receivers that it has rows for.
         self._receivers_of = [
-            sorted({d % count for s, d in pairs if s == which and d is not None})
-            for which in range(len(rows.sources))
+            sorted({owner % count for s, owner in pairs if s == source and owner is not None})
+            for source in range(len(rows.sources))
         ]
-        # Two steps may be under way, each with a batch on every data device, and images of a third
-        # one are decoded.
-        slots = 3 * len(devices) + 2
+        # Two steps may be in use, each with a batch per data device, and images of a third one are
+        # decoded.
+        num_buffers = 3 * len(devices) + 2
         fixed = [(field.item_shape, field.dtype) for field in rows.fields if not field.num_variable]
         self._are_variable = any(field.num_variable for field in rows.fields)
-        #: By source, what gives memory for a number of rows; None where its device does.
+        #: By source, a function that returns buffers for a number of rows; None on a GPU.
         self._memory = [
-            memory_for(fixed, [self._receivers[receiver] for receiver in receivers], slots)
+            memory_for(fixed, [self._receivers[receiver] for receiver in receivers], num_buffers)
             if source.device.type == "cpu"
             else None
             for source, receivers in zip(rows.sources, self._receivers_of, strict=True)
         ]
 
     def fetch(self, takes: list[Take], steps: Steps) -> Iterator[Fetched]:
-        """Fetch the rows of consecutive steps, several small ones at once."""
-        longest, images = steps.lengths[0], self._rows.images
+        """Fetch the rows of consecutive steps, several small ones at once.
+
+        Args:
+            takes: By source, the function that copies its rows.
+            steps: The steps.
+        """
+        max_rows = steps.lengths[0]
+        images = self._rows.images
         row_bytes = self._rows.row_bytes + (0 if images is None else images.row_bytes)
-        together = max(1, _FETCH_BYTES // max(1, longest * row_bytes))
-        together = min(together, _FETCH_STEPS, len(steps.lengths))
+        group_steps = max(1, _FETCH_BYTES // max(1, max_rows * row_bytes))
+        group_steps = min(group_steps, _FETCH_STEPS, len(steps.lengths))
         pending = self._rows.pending
-        numbers = np.zeros(0, np.int64)
+        dataset_rows = np.zeros(0, np.int64)
         if pending is not None and pending.progress == 1.0:
             pending = None
         if self._rows.are_numbered or pending is not None:
-            numbers = self._sampler.dataset_rows(steps.epoch, steps.positions)
+            dataset_rows = self._sampler.dataset_rows(steps.epoch, steps.positions)
         if pending is not None:
-            pending.request(numbers)
-            # A step does not wait for the rows of later ones.
-            together = 1
-        edges = np.append(0, np.cumsum(steps.lengths))
-        edges = np.append(edges[:-1:together], edges[-1])
+            pending.request(dataset_rows)
+            # One step at a time: it must not wait for the rows of later ones.
+            group_steps = 1
+        bounds = np.append(0, np.cumsum(steps.lengths))
+        bounds = np.append(bounds[:-1:group_steps], bounds[-1])
         count = len(self._receivers)
         first = steps.positions.start // steps.positions.step % count
-        asked = zip(
-            *[self._asked(which, steps, first, edges) for which in range(len(takes))], strict=True
+        sources = range(len(takes))
+        requests = zip(
+            *(self._requests(source, steps, first, bounds) for source in sources), strict=True
         )
-        for group, (start, end) in enumerate(pairwise(edges.tolist())):
-            some = slice(group * together, (group + 1) * together)
-            part = Steps(
+        for group, (start, stop) in enumerate(pairwise(bounds.tolist())):
+            here = slice(group * group_steps, (group + 1) * group_steps)
+            group_of_steps = Steps(
                 steps.epoch,
-                steps.first_step + some.start,
-                steps.positions[start:end],
-                steps.lengths[some],
-                steps.step_rows[some],
+                steps.first_step + here.start,
+                steps.positions[start:stop],
+                steps.lengths[here],
+                steps.step_rows[here],
             )
             if pending is not None and not self._rows.is_released:
-                pending.wait(numbers[start:end])
-            # Ordinary tensors in inference mode too: it may be over before the last step.
+                pending.wait(dataset_rows[start:stop])
+            # Ordinary tensors in inference mode too: it may end before the last step.
             with torch.inference_mode(False):
-                leaves = self._leaves(takes, next(asked))
-                fetched = Fetched(part, (first + start) % count, leaves, self._receivers)
+                leaves = self._take(takes, next(requests))
+                fetched = Fetched(group_of_steps, (first + start) % count, leaves, self._receivers)
                 if self._rows.are_numbered:
-                    fetched.number(torch.from_numpy(numbers[start:end]))
-            # Not referenced while the next one is fetched: its memory may be free by then.
+                    fetched.number(torch.from_numpy(dataset_rows[start:stop]))
+            # Not referenced while the next group is fetched, so that its memory can be reused.
             del leaves
             yield fetched
             del fetched
 
-    def _asked(self, which: int, steps: Steps, first: int, edges: Integers) -> Iterator[_Asked]:
-        """The rows that a source is asked for in each group of steps."""
-        source, receivers = self._rows.sources[which], self._receivers_of[which]
+    def _requests(
+        self, source: int, steps: Steps, first: int, bounds: Integers
+    ) -> Iterator[_Request]:
+        """Yield the request to a source for each group of steps, which end at these bounds."""
+        row_source = self._rows.sources[source]
+        receivers = self._receivers_of[source]
         count = len(self._receivers)
-        # Those of its only receiver, or all that come.
-        start, step = 0, 1
+        # The rows of its only receiver, or all rows.
+        start = 0
+        step = 1
         if len(receivers) == 1:
-            start, step = (receivers[0] - first) % count, count
+            start = (receivers[0] - first) % count
+            step = count
         positions = steps.positions[start::step]
-        slots = source.locate(self._sampler, steps.epoch, positions)
+        slots = row_source.locate(self._sampler, steps.epoch, positions)
         rows = np.arange(start, len(steps.positions), step)
         if len(self._rows.sources) > 1:
             shards = np.array(positions) % self._rows.pool.num_shards
-            mine = self._rows.source_of_shard[shards] == which
-            rows, slots = rows[mine], slots[mine]
-        sizes = np.diff(rows.searchsorted(edges))[:, None]
+            is_here = self._rows.source_of_shard[shards] == source
+            rows = rows[is_here]
+            slots = slots[is_here]
+        # Rows of each group, of shape (groups, 1), and below (groups, receivers).
+        sizes = np.diff(rows.searchsorted(bounds))[:, None]
         if len(receivers) > 1:
-            turns = np.repeat(np.arange(len(sizes)) * count, sizes[:, 0]) + (first + rows) % count
-            order = np.argsort(turns.astype(np.min_scalar_type(len(edges) * count)), kind="stable")
-            rows, slots = rows[order], slots[order]
-            sizes = np.bincount(turns, minlength=len(sizes) * count).reshape(-1, count)
+            keys = np.repeat(np.arange(len(sizes)) * count, sizes[:, 0]) + (first + rows) % count
+            order = np.argsort(keys.astype(np.min_scalar_type(len(bounds) * count)), kind="stable")
+            rows = rows[order]
+            slots = slots[order]
+            sizes = np.bincount(keys, minlength=len(sizes) * count).reshape(-1, count)
             sizes = sizes[:, receivers]
-        located = torch.from_numpy(slots)
+        all_slots = torch.from_numpy(slots)
         if not self._are_variable:
-            located = send(located, source.device)
-        ends = np.append(0, np.cumsum(sizes.sum(axis=1))).tolist()
-        # One after the other: the first step does not wait until all are divided.
-        for (begin, end), size in zip(pairwise(ends), sizes.tolist(), strict=True):
-            yield located[begin:end], rows[begin:end], size
+            all_slots = send(all_slots, row_source.device)
+        stops = np.append(0, np.cumsum(sizes.sum(axis=1))).tolist()
+        # A generator, so that the first step doesn't wait until all are divided.
+        for (begin, stop), group_sizes in zip(pairwise(stops), sizes.tolist(), strict=True):
+            yield all_slots[begin:stop], rows[begin:stop], group_sizes
 
-    def _leaves(self, takes: list[Take], asked: Sequence[_Asked]) -> list[list[Leaf]]:
-        """The rows of a group of steps, for each receiver."""
-        found: list[list[tuple[Integers, list[Leaf]]]] = [[] for _ in self._receivers]
-        of_source = zip(takes, self._memory, self._receivers_of, asked, strict=True)
+    def _take(self, takes: list[Take], requests: Sequence[_Request]) -> list[list[Leaf]]:
+        """Copy the rows of a group of steps, and send them to their receivers."""
+        fetched: list[list[tuple[Integers, list[Leaf]]]] = [[] for _ in self._receivers]
+        of_source = zip(takes, self._memory, self._receivers_of, requests, strict=True)
         for take, memory, receivers, (slots, rows, sizes) in of_source:
             leaves = take(slots, None if memory is None else memory(len(slots)))
             split = [leaf.split_with_sizes(sizes) if len(sizes) > 1 else [leaf] for leaf in leaves]
             first = 0
             for index, (receiver, size) in enumerate(zip(receivers, sizes, strict=True)):
-                device, here = self._receivers[receiver], rows[first : first + size]
-                parts = (leaf[index] for leaf in split)
-                sent = [
-                    p.to(device) if isinstance(p, VariableRows) else send(p, device) for p in parts
-                ]
-                found[receiver].append((here, sent))
+                device = self._receivers[receiver]
+                sent = [_send(leaf[index], device) for leaf in split]
+                fetched[receiver].append((rows[first : first + size], sent))
                 first += size
-        return [in_order(*each) for each in zip(found, self._receivers, strict=True)]
+        return [in_order(*pair) for pair in zip(fetched, self._receivers, strict=True)]
+
+
+def _send(leaf: Leaf, device: torch.device) -> Leaf:
+    return leaf.to(device) if isinstance(leaf, VariableRows) else send(leaf, device)

@@ -1,8 +1,22 @@
 """Rows in memory: in the file mapping of a store, or copied to the host or to a device.
 
-A row is told by its slot: its place in the memory of a store, or the step at which a window begins.
-Of each field something is there: a row, the items of a row that differs in length, or the steps of
-a window. Steps that windows have in common are there once.
+A source addresses its rows by slots. Take 7 rows in 3 shards, and two devices: one holds copies of
+the shards 0 and 2, the other of shard 1::
+
+    file mapping      0 3 6 | 1 4 | 2 5    a slot is a file row
+    first device      0 3 6 | 2 5          its slots are 0 to 4
+      starts          0  -1   3            slot of the first row of each shard, -1 if not held
+    positions         0 1 2 3 4 5 6        in dataset order, position p is row p, of shard p % 3
+      slots           0 . 3 1 . 4 2        on the first device; undefined for shard 1
+
+Windows over series address steps instead: a slot is the step in memory at which a window starts.
+Windows of 3 steps with stride 2, over series a of 5 steps and b of 4, share the step a2::
+
+    steps             a0 a1 a2 a3 a4 b0 b1 b2 b3
+    windows           a0-2  a2-4  b0-2
+      slots           0     2     5
+
+For rows that differ in length, a slot leads to their items through an index.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,123 +50,147 @@ from lightning_memmap.store.open_columns import (
     packed_index,
 )
 from lightning_memmap.store.segments import copy_segments
-from lightning_memmap.store.series import read_series, series_places, steps_of, windows_over
+from lightning_memmap.store.series import read_series, series_file_rows, steps_of, windows_over
 
-#: Up to so many rows, a table has their slots, in 4 bytes each where these are below 2**32.
+#: Up to this many rows, slots are looked up in a table, of 4 bytes per row for slots below 2**32.
 TABLE_ROWS = 2**24
-#: Rows that are looked up at once, and bytes of items that lie apart and are copied at once.
-_LOOKUP_ROWS, _COPY_BYTES = 2**18, 64 * 2**20
+#: Rows that are looked up at once.
+_LOOKUP_ROWS = 2**18
+#: Bytes of short, scattered items that are packed before they are copied.
+_PACK_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
-    """Finds the rows of a split in memory."""
+class SlotMap:
+    """Maps the rows of a pool to slots.
+
+    Args:
+        pool: The rows.
+        starts: The slot of the first row of each shard, int64 of shape (C,), if the slots of each
+            shard are consecutive; else None.
+        to_slots: Maps file rows to slots; None if they are equal, or with ``starts``.
+        is_cheap: Whether ``to_slots`` is faster than looking slots up in a table.
+    """
 
     pool: Pool
     starts: Integers | None
-    slots: Callable[[Integers], Integers] | None = None
+    to_slots: Callable[[Integers], Integers] | None = None
     is_cheap: bool = False
 
     @classmethod
-    def in_store(cls, store: Store, pool: Pool) -> "Places":
-        """Where the rows of a split lie in the mapped columns of its store."""
-        slots = store.in_memory if store.has_gaps else None
-        return cls(pool, pool.file_starts if slots is None else None, slots)
+    def in_store(cls, store: Store, pool: Pool) -> "SlotMap":
+        """Map the rows of a split to slots in the mapped columns of its store."""
+        to_slots = store.in_memory if store.has_gaps else None
+        return cls(pool, pool.file_starts if to_slots is None else None, to_slots)
 
-    def of(self, index: Integers) -> Integers:
-        """The slots of rows, by their index in the pool."""
-        return self.moved(self.pool.file_rows(index))
+    def slots(self, index: Integers) -> Integers:
+        """Return the slots of rows, from their pool indices."""
+        return self.slots_of_file_rows(self.pool.file_rows(index))
 
-    def moved(self, places: Integers) -> Integers:
-        """The slots of places in the files."""
-        return places if self.slots is None else self.slots(places)
+    def slots_of_file_rows(self, file_rows: Integers) -> Integers:
+        """Return the slots of file rows."""
+        return file_rows if self.to_slots is None else self.to_slots(file_rows)
 
-    def of_shard(self, shard: int) -> Iterator[Integers]:
-        """The slots of the rows of a shard, some at a time."""
+    def slots_of_shard(self, shard: int) -> Iterator[Integers]:
+        """Yield the slots of the rows of a shard, in chunks."""
         index = self.pool.index(shard)
-        for first in range(0, len(index), _LOOKUP_ROWS):
-            yield self.of(index[first : first + _LOOKUP_ROWS])
+        for start in range(0, len(index), _LOOKUP_ROWS):
+            yield self.slots(index[start : start + _LOOKUP_ROWS])
 
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
-        """The slots of the rows that supply positions."""
+        """Return the slots of the rows at positions of an epoch."""
         if self.starts is not None:
             return sampler.index(epoch, positions, self.starts)
-        begins, is_large = self.pool.file_starts, self.pool.num_rows > TABLE_ROWS
-        if begins is not None and (is_large or self.is_cheap):
-            return self.moved(sampler.index(epoch, positions, begins))
-        rows = sampler.index(epoch, positions)
+        file_starts = self.pool.file_starts
+        is_large = self.pool.num_rows > TABLE_ROWS
+        if file_starts is not None and (is_large or self.is_cheap):
+            return self.slots_of_file_rows(sampler.index(epoch, positions, file_starts))
+        index = sampler.index(epoch, positions)
         if is_large:
-            return self.of(rows)
-        # No row is outside: "wrap" is the fastest mode.
-        return self._table.take(rows, mode="wrap").astype(np.int64)
+            return self.slots(index)
+        # No index is out of range, and "wrap" is the fastest mode.
+        return self._table.take(index, mode="wrap").astype(np.int64)
 
     @cached_property
     def _table(self) -> NDArray[np.unsignedinteger[Any]]:
-        """The slot of each row, shard after shard, of shape (rows of all shards,)."""
-        located = [self.of(self.pool.index(shard)) for shard in range(self.pool.num_shards)]
-        dtype = np.min_scalar_type(max(int(each.max(initial=0)) for each in located))
-        return np.concatenate(located, dtype=dtype, casting="unsafe")
+        """The slot of each row by its pool index, of shape (rows of all shards,)."""
+        shards = [self.slots(self.pool.index(shard)) for shard in range(self.pool.num_shards)]
+        dtype = np.min_scalar_type(max(int(slots.max(initial=0)) for slots in shards))
+        return np.concatenate(shards, dtype=dtype, casting="unsafe")
 
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Rows of a field that differ in length, by their slots."""
+    """A field whose rows differ in length."""
 
     field: Field
-    #: The items that rows are among, and where they are.
+    #: Returns a tensor with the items of the rows in some slots, and the range of each row in it.
     among: Callable[[Integers], tuple[Tensor, Located]]
+    #: Allocates a copy of the rows, if the memory of the items is about to be reused.
     allocate: Allocate | None = None
 
     def take(self, slots: Integers) -> VariableRows:
-        """The rows in some slots."""
+        """Return the rows in some slots."""
         items, (starts, sizes) = self.among(slots)
         rows = VariableRows(self.field, items, starts, sizes, largest(sizes))
         return rows if self.allocate is None else rows.but(allocate=self.allocate).copied()
 
 
-#: From slots to the places at which a column has their rows, on the same device.
-Find: TypeAlias = Callable[[Tensor], Tensor]
+#: Maps slots to indices in a column, on the same device.
+ToIndex: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Columns:
-    """The fields of rows in one place in memory; text is on the CPU even so.
+    """All fields of some rows, in the memory of one device; text is on the CPU.
 
-    A field is a tensor with a row at each place, a view of all windows over steps, or rows that
-    differ in length. Where its places are not the slots, there is a function that finds them.
+    A field is a tensor with one row per index, a view of all windows over its steps, or `Ragged`.
+    If the indices of a field are not the slots, it has a function that maps slots to them.
     """
 
     def __init__(
         self,
         columns: Sequence[Tensor | Ragged],
         device: torch.device,
-        finds: Sequence[Find | None] | None = None,
+        to_index: Sequence[ToIndex | None] | None = None,
     ) -> None:
         self.device = device
-        self._columns = [*zip(columns, finds or [None] * len(columns), strict=True)]
+        self._columns = [*zip(columns, to_index or [None] * len(columns), strict=True)]
         #: The fields whose rows have one shape.
-        self.tensors = [each for each in columns if isinstance(each, Tensor)]
+        self.tensors = [column for column in columns if isinstance(column, Tensor)]
 
     def take(self, slots: Tensor, out: Buffers | None = None) -> list[Leaf]:
         """Copy the rows in some slots into one batch; see `Take`."""
-        memory, taken, places = iter(out or []), list[Leaf](), dict[Any, Tensor]()
-        for column, find in self._columns:
-            # Rows that differ in length are found on the CPU: nothing waits for the device.
+        buffers = iter(out or [])
+        leaves = list[Leaf]()
+        indices = dict[Any, Tensor]()
+        for column, to_index in self._columns:
+            # Ragged rows are looked up on the CPU, without waiting for the device.
             is_ragged = isinstance(column, Ragged)
-            if (key := (is_ragged, find)) not in places:
-                here = slots if is_ragged else send(slots, self.device)
-                places[key] = here if find is None else find(here)
+            if (key := (is_ragged, to_index)) not in indices:
+                local_slots = slots if is_ragged else send(slots, self.device)
+                indices[key] = local_slots if to_index is None else to_index(local_slots)
             if isinstance(column, Ragged):
-                taken.append(column.take(places[key].numpy()))
+                leaves.append(column.take(indices[key].numpy()))
             else:
-                taken.append(select(column, places[key], next(memory, None)))
-        return taken
+                leaves.append(select(column, indices[key], next(buffers, None)))
+        return leaves
 
 
 @dataclass(frozen=True, eq=False)
-class SeriesPlaces:
-    """Where series are in memory: a window's slot is the step at which it begins."""
+class SeriesSlots:
+    """Maps windows over series to slots: the steps in memory at which they start.
 
-    line: WindowedRows
+    Args:
+        windows: The windows.
+        begins: The step in memory at which step 0 of each series is, or would be if only later
+            steps are held, int64 of shape (series,).
+        starts: The first step in memory of each series, int64 of shape (series,).
+        rows: The row of each series in the fields that are not cut, or -1 if it is not held,
+            int64 of shape (series,).
+        device: The device of the rows.
+    """
+
+    windows: WindowedRows
     begins: Integers
     starts: Integers
     rows: Integers
@@ -160,24 +198,24 @@ class SeriesPlaces:
 
     @cached_property
     def shifts(self) -> Integers:
-        """By series, what is added to the place of a window, in strides, to find its slot."""
-        return self.begins - self.line.starts * self.line.stride
+        """By series: slot = shift + stride * file row of the window, int64 of shape (series,)."""
+        return self.begins - self.windows.starts * self.windows.stride
 
     @property
     def num_slots(self) -> int:
-        """One more than the last step of the files."""
-        return int((self.begins + self.line.steps.array).max()) + 1
+        """A number above all slots: one past the last step in the files, and one more."""
+        return int((self.begins + self.windows.steps.array).max()) + 1
 
-    def slots(self, places: Integers) -> Integers:
-        """The slots of windows, by their places on the line."""
+    def slots(self, file_rows: Integers) -> Integers:
+        """Return the slots of windows, from their file rows."""
         shifts = self.shifts
         if len(shifts) > 1:
-            shifts = shifts[self.line.in_series(places)[0]]
-        return places * self.line.stride + shifts
+            shifts = shifts[self.windows.in_series(file_rows)[0]]
+        return file_rows * self.windows.stride + shifts
 
-    def places(self, pool: Pool) -> Places:
-        """Where windows lie."""
-        return Places(pool, None, self.slots, is_cheap=len(self.line.counts) == 1)
+    def slot_map(self, pool: Pool) -> SlotMap:
+        """Make the map of a pool of these windows."""
+        return SlotMap(pool, None, self.slots, is_cheap=len(self.windows.counts) == 1)
 
     def columns(
         self,
@@ -185,38 +223,39 @@ class SeriesPlaces:
         steps: Callable[[OpenColumn], Tensor],
         rows: Callable[[OpenColumn], Tensor | Ragged],
     ) -> Columns:
-        """Windows over the steps of fields that are cut, and a row for each series of others."""
-        is_cut = [field.name in self.line.fields for field, _ in columns]
-        found = [
-            windows_over(steps(column), self.line.length) if cut else rows(column)
+        """Combine windows over the steps of cut fields with the rows of the other fields."""
+        is_cut = [field.name in self.windows.fields for field, _ in columns]
+        in_memory = [
+            windows_over(steps(column), self.windows.length) if cut else rows(column)
             for (_, column), cut in zip(columns, is_cut, strict=True)
         ]
-        return Columns(found, self.device, [None if cut else self.rows_of for cut in is_cut])
+        return Columns(in_memory, self.device, [None if cut else self.rows_of for cut in is_cut])
 
     def rows_of(self, slots: Tensor) -> Tensor:
-        """Where the other fields are of the series that windows are of, on the same device."""
+        """Return the row of the series of each window, for fields that are not cut."""
         starts, rows = self._by_start[slots.device.type]
         return rows[torch.searchsorted(starts, slots, right=True) - 1]
 
     @cached_property
     def _by_start(self) -> dict[str, list[Tensor]]:
-        here = np.flatnonzero((self.rows >= 0) & (self.line.counts > 0))
-        here = here[np.argsort(self.starts[here])]
-        found = [torch.from_numpy(each[here]) for each in (self.starts, self.rows)]
+        """By device: starts and rows of the series that are held, in the order of starts."""
+        series = np.flatnonzero((self.rows >= 0) & (self.windows.counts > 0))
+        series = series[np.argsort(self.starts[series])]
+        tensors = [torch.from_numpy(values[series]) for values in (self.starts, self.rows)]
         return {
-            device.type: [send(each, device) for each in found]
+            device.type: [send(tensor, device) for tensor in tensors]
             for device in (torch.device("cpu"), self.device)
         }
 
 
 class Memory(RowSource):
-    """Rows of some shards in one place in memory."""
+    """Rows of some shards in the memory of one device."""
 
-    def __init__(self, columns: Columns, places: Places) -> None:
+    def __init__(self, columns: Columns, slot_map: SlotMap) -> None:
         self.device = columns.device
         #: The fields; None once they are released.
         self.columns: Columns | None = columns
-        self._places = places
+        self._slot_map = slot_map
 
     @override
     def release(self) -> None:
@@ -225,7 +264,7 @@ class Memory(RowSource):
 
     @override
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
-        return self._places.locate(sampler, epoch, positions)
+        return self._slot_map.locate(sampler, epoch, positions)
 
     @override
     def epoch(self, sampler: Sampler, epoch: int, position: int) -> AbstractContextManager[Take]:
@@ -238,124 +277,144 @@ class Memory(RowSource):
         return self.columns.take(slots, out)
 
 
-def mapped(
-    columns: Sequence[tuple[Field, OpenColumn]], places: Places, series: SeriesPlaces | None
+def map_in_place(
+    columns: Sequence[tuple[Field, OpenColumn]], slot_map: SlotMap, series: SeriesSlots | None
 ) -> Memory:
-    """The rows, or windows over series, in the file mapping of a store. Nothing is read yet."""
+    """Use the rows, or windows over series, in the file mapping of a store. Reads none yet."""
     if series is None:
-        return Memory(Columns([in_place(c) for _, c in columns], torch.device("cpu")), places)
-    return Memory(series.columns(columns, steps_of, in_place), places)
+        in_place = [column_in_place(column) for _, column in columns]
+        return Memory(Columns(in_place, torch.device("cpu")), slot_map)
+    return Memory(series.columns(columns, steps_of, column_in_place), slot_map)
 
 
-def in_place(column: OpenColumn) -> Tensor | Ragged:
-    """The rows of an open column where they are."""
+def column_in_place(column: OpenColumn) -> Tensor | Ragged:
+    """Return the rows of a mapped column, not copied."""
     if isinstance(column, RaggedRows):
         return Ragged(column.field, column.among)
     return column.tensor.as_subclass(Tensor)
 
 
-def copied_rows(
+def copy_rows(
     columns: Sequence[tuple[Field, OpenColumn]],
-    places: Places,
+    slot_map: SlotMap,
     shards: list[int],
     device: torch.device,
 ) -> Memory:
-    """Rows of a store that are copied to the host or to a device, in long reads."""
-    pool = places.pool
-    sizes, starts = pool.sizes[shards], np.full(pool.num_shards, -1, np.int64)
+    """Copy shards of a store to the host or to a device, in long reads."""
+    pool = slot_map.pool
+    sizes = pool.sizes[shards]
+    starts = np.full(pool.num_shards, -1, np.int64)
     starts[shards] = starts_of(sizes)
 
-    found = [
-        _copied_column(
-            column, chain.from_iterable(map(places.of_shard, shards)), int(sizes.sum()), device
+    copies = [
+        _copy_column(
+            column,
+            chain.from_iterable(map(slot_map.slots_of_shard, shards)),
+            int(sizes.sum()),
+            device,
         )
         for _, column in columns
     ]
-    return Memory(Columns(found, device), Places(pool, starts))
+    return Memory(Columns(copies, device), SlotMap(pool, starts))
 
 
-def series_in(store: Store, pool: Pool) -> SeriesPlaces:
-    """Where the series of a split are in the file mapping of its store."""
-    line = pool.rows
-    assert isinstance(line, WindowedRows)
-    begins = read_series(store, line.fields, line.series).begins
-    rows = store.in_memory(series_places(line.series))
-    return SeriesPlaces(line, begins, begins, rows, torch.device("cpu"))
+def map_series(store: Store, pool: Pool) -> SeriesSlots:
+    """Find the series of a split in the file mapping of its store."""
+    windows = pool.rows
+    assert isinstance(windows, WindowedRows)
+    begins = read_series(store, windows.fields, windows.series).begins
+    rows = store.in_memory(series_file_rows(windows.series))
+    return SeriesSlots(windows, begins, begins, rows, torch.device("cpu"))
 
 
-def copied_windows(
+def copy_windows(
     columns: Sequence[tuple[Field, OpenColumn]],
-    mapped: SeriesPlaces,
+    mapped: SeriesSlots,
     pool: Pool,
     shards: list[int],
     device: torch.device,
 ) -> Memory:
-    """Windows over series whose steps are copied to the host or to a device, each of them once."""
-    line = mapped.line
+    """Copy the steps of windows to the host or to a device, shared steps once."""
+    windows = mapped.windows
     firsts, counts = window_spans(pool, shards)
-    used = np.flatnonzero(counts)
-    lengths = (counts[used] - 1) * line.stride + line.length
-    starts, rows = np.zeros_like(mapped.begins), np.full_like(mapped.begins, -1)
-    starts[used] = starts_of(lengths)
-    rows[used] = np.arange(len(used))
-    series = SeriesPlaces(line, starts - firsts * line.stride, starts, rows, device)
-    pieces = mapped.begins[used] + firsts[used] * line.stride, lengths
-    found = series.columns(
+    held = np.flatnonzero(counts)
+    lengths = (counts[held] - 1) * windows.stride + windows.length
+    starts = np.zeros_like(mapped.begins)
+    starts[held] = starts_of(lengths)
+    rows = np.full_like(mapped.begins, -1)
+    rows[held] = np.arange(len(held))
+    series = SeriesSlots(windows, starts - firsts * windows.stride, starts, rows, device)
+    segments = mapped.begins[held] + firsts[held] * windows.stride, lengths
+    copies = series.columns(
         columns,
-        lambda column: _copied_items(steps_of(column), [pieces], int(lengths.sum()), device),
-        lambda column: _copied_column(column, [mapped.rows[used]], len(used), device),
+        lambda column: _copy_items(steps_of(column), [segments], int(lengths.sum()), device),
+        lambda column: _copy_column(column, [mapped.rows[held]], len(held), device),
     )
-    return Memory(found, series.places(pool))
+    return Memory(copies, series.slot_map(pool))
 
 
-def _copied_column(
-    column: OpenColumn, slots: Iterable[Integers], count: int, device: torch.device
+def _copy_column(
+    column: OpenColumn, slots: Iterable[Integers], num_rows: int, device: torch.device
 ) -> Tensor | Ragged:
-    """Copy rows of a column, of which some are given at once."""
+    """Copy rows of a column, chunk by chunk of their slots."""
     if isinstance(column, MappedRows):
-        pieces = ((each, np.ones_like(each)) for each in slots)
-        return _copied_items(column.tensor.as_subclass(Tensor), pieces, count, device)
+        segments = ((chunk, np.ones_like(chunk)) for chunk in slots)
+        return _copy_items(column.tensor.as_subclass(Tensor), segments, num_rows, device)
     assert isinstance(column, ItemRows)
-    found = [column.at(each) for each in slots]
-    lengths = [each.sizes.prod(axis=1) for each in found]
-    pairs = zip((each.starts for each in found), lengths, strict=True)
-    num_items = sum(int(each.sum()) for each in lengths)
-    device = torch.device("cpu") if column.field.is_text else device
-    items = _copied_items(column.items, pairs, num_items, device)
-    none = np.zeros((0, column.field.num_variable), np.int64)
-    index = packed_index(np.concatenate([none, *(each.sizes for each in found)]))
+    located = [column.at(chunk) for chunk in slots]
+    lengths = [chunk.sizes.prod(axis=1) for chunk in located]
+    num_items = sum(int(chunk.sum()) for chunk in lengths)
+    if column.field.is_text:
+        device = torch.device("cpu")
+    starts = (chunk.starts for chunk in located)
+    items = _copy_items(column.items, zip(starts, lengths, strict=True), num_items, device)
+    no_rows = np.zeros((0, column.field.num_variable), np.int64)
+    index = packed_index(np.concatenate([no_rows, *(chunk.sizes for chunk in located)]))
     return Ragged(column.field, ItemRows(column.field, column.shards, items, index).among)
 
 
-def _copied_items(
-    source: Tensor, pieces: Iterable[tuple[Integers, Integers]], count: int, device: torch.device
+def _copy_items(
+    source: Tensor,
+    segments: Iterable[tuple[Integers, Integers]],
+    num_items: int,
+    device: torch.device,
 ) -> Tensor:
-    """Copy pieces of items, by their begins and lengths, one after another."""
-    target = torch.empty((count, *source.shape[1:]), dtype=source.dtype, device=device)
+    """Copy segments of items, by their starts and lengths, and concatenate them."""
+    target = torch.empty((num_items, *source.shape[1:]), dtype=source.dtype, device=device)
     if target.nbytes:
-        upload(chain.from_iterable(_parts(source, *each) for each in pieces), target)
+        upload(chain.from_iterable(_pack(source, *chunk) for chunk in segments), target)
     return target
 
 
-def _parts(source: Tensor, begins: Integers, lengths: Integers) -> Iterator[Tensor]:
-    """Pieces of items: long ones as they lie, and short ones packed together."""
-    # Pieces that follow one another are one.
-    firsts = np.flatnonzero(np.append(True, begins[1:] != begins[:-1] + lengths[:-1]))
-    firsts = firsts[: len(begins)]
-    begins, lengths = begins[firsts], np.add.reduceat(lengths, firsts) if len(firsts) else lengths
-    ends, size = np.cumsum(lengths), source[:1].nbytes
-    first = done = 0
-    while first < len(ends):
-        most = done + max(1, _COPY_BYTES // size)
-        end = max(first + 1, int(np.searchsorted(ends, most, side="right")))
-        if end == first + 1:
-            yield source[int(begins[first]) : int(begins[first] + lengths[first])]
+def _pack(source: Tensor, starts: Integers, lengths: Integers) -> Iterator[Tensor]:
+    """Yield segments of items: views of long ones, and short ones packed together."""
+    # Merge segments that are adjacent in the source.
+    is_first = np.append(True, starts[1:] != starts[:-1] + lengths[:-1])[: len(starts)]
+    firsts = np.flatnonzero(is_first)
+    starts = starts[firsts]
+    if len(firsts):
+        lengths = np.add.reduceat(lengths, firsts)
+    stops = np.cumsum(lengths)
+    item_bytes = source[:1].nbytes
+    max_items = max(1, _PACK_BYTES // item_bytes)
+    first = 0
+    num_packed = 0
+    while first < len(stops):
+        last = int(np.searchsorted(stops, num_packed + max_items, side="right"))
+        last = max(first + 1, last)
+        if last == first + 1:
+            yield source[int(starts[first]) : int(starts[first] + lengths[first])]
         else:
-            packed = torch.empty((int(ends[end - 1]) - done, *source.shape[1:]), dtype=source.dtype)
-            here = slice(first, end)
-            memory = source.view(-1).view(torch.uint8).numpy()
-            target = packed.view(-1).view(torch.uint8).numpy()
-            places = (ends - lengths)[here] - done
-            copy_segments(memory, begins[here] * size, target, places * size, lengths[here] * size)
+            here = slice(first, last)
+            shape = (int(stops[last - 1]) - num_packed, *source.shape[1:])
+            packed = torch.empty(shape, dtype=source.dtype)
+            copy_segments(
+                source.view(-1).view(torch.uint8).numpy(),
+                starts[here] * item_bytes,
+                packed.view(-1).view(torch.uint8).numpy(),
+                ((stops - lengths)[here] - num_packed) * item_bytes,
+                lengths[here] * item_bytes,
+            )
             yield packed
-        first, done = end, int(ends[end - 1])
+        first = last
+        num_packed = int(stops[last - 1])

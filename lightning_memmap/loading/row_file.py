@@ -1,10 +1,10 @@
-"""The files of columns, read in long pieces, without mapping and without the page cache.
+"""Read the files of columns in long reads, without mapping them and without the page cache.
 
-What is read are items: rows of one shape, the items of rows that differ in length, or the steps of
-series. Items that follow one another in a file are a run, and do so in memory too.
+A file consists of items: rows of one shape, the items of rows that differ in length, or the steps
+of series. Consecutive items are a run, and stay consecutive in memory.
 
-An error of the disk, or a file that was cut short, is a Python error here. With a mapping, both are
-a SIGBUS, which ends the process.
+A disk error or a truncated file raises a Python error here. With a mapping, both are a SIGBUS,
+which ends the process.
 """
 
 import errno
@@ -29,33 +29,38 @@ from lightning_memmap.store.files import open_plain, replaced
 from lightning_memmap.store.segments import copy_segments
 from lightning_memmap.store.store import Store
 
-#: Direct reads are aligned to the smaller one, or to the larger one where a disk requires it.
-_MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 512, 4096
+#: Alignment of direct reads on most disks.
+_MIN_BLOCK_BYTES = 512
+#: Alignment of direct reads on other disks.
+_MAX_BLOCK_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 * 2**20
-#: Bytes of one read: enough for the full rate of a disk, and few compared with any window.
+#: Bytes of one read: enough for the full rate of a disk, and few compared with any block.
 _READ_BYTES = 4 * 2**20
-#: Gaps of this size between wanted rows are read too: skipping them takes a disk as long.
+#: Gaps up to this size between runs are read too: a disk takes as long to skip them.
 _GAP_BYTES = 128 * 2**10
 #: Without it, a disk that writes to memory while the process forks may write to the child's copy.
 _MADV_WIPEONFORK = 18 if sys.platform == "linux" else None
 
 
 class RowFile:
-    """Rows of one size, or items, in one file or in several, between which bytes are missing.
+    """Items of one size, in one file or in several, read without the page cache if possible.
 
-    They are read without the page cache where that can be.
+    Args:
+        files: Each file, its first byte in the range of all files, and its size. Between files,
+            there may be gaps.
+        item_bytes: Bytes of an item.
     """
 
-    def __init__(self, parts: Sequence[tuple[Path, int, int]], row_bytes: int) -> None:
-        self.row_bytes = row_bytes
-        #: Reads begin at a multiple of this, in the files and in memory.
+    def __init__(self, files: Sequence[tuple[Path, int, int]], item_bytes: int) -> None:
+        self.item_bytes = item_bytes
+        #: Reads start at a multiple of this, in the files and in memory.
         self.block_bytes = 1
-        #: The files, and which of all bytes each of them has.
-        self._parts = [
-            (path, self._opened(path), range(first, first + size)) for path, first, size in parts
+        #: Path, descriptor and bytes of each file.
+        self._files = [
+            (path, self._open(path), range(start, start + size)) for path, start, size in files
         ]
 
-    def _opened(self, path: Path) -> int:
+    def _open(self, path: Path) -> int:
         direct = getattr(os, "O_DIRECT", 0)
         try:
             descriptor = open_plain(path, direct)
@@ -78,134 +83,160 @@ class RowFile:
             return _MAX_BLOCK_BYTES
         return _MIN_BLOCK_BYTES
 
-    def read_rows(self, first: int, num_rows: int, scratch: memoryview) -> memoryview:
-        """Read consecutive rows."""
-        start, end = first * self.row_bytes, (first + num_rows) * self.row_bytes
-        begin = start // self.block_bytes * self.block_bytes
-        self.read_bytes(begin, end, scratch[: self.whole_blocks(end) - begin])
-        return scratch[start - begin : end - begin]
+    def read_items(self, first: int, num_items: int, scratch: memoryview) -> memoryview:
+        """Read consecutive items into scratch memory, and return the bytes of the items."""
+        start = first * self.item_bytes
+        stop = start + num_items * self.item_bytes
+        aligned_start = start // self.block_bytes * self.block_bytes
+        self.read_bytes(aligned_start, stop, scratch[: self.round_up(stop) - aligned_start])
+        return scratch[start - aligned_start : stop - aligned_start]
 
-    def whole_blocks(self, num_bytes: int) -> int:
-        """Round a number of bytes up to whole blocks."""
+    def round_up(self, num_bytes: int) -> int:
+        """Round a number of bytes up to a multiple of `block_bytes`."""
         return -(-num_bytes // self.block_bytes) * self.block_bytes
 
-    def read_bytes(self, begin: int, end: int, memory: memoryview) -> None:
-        """Read bytes, counted over all files."""
-        for path, descriptor, there in self._parts:
-            first, last = max(begin, there.start), min(end, there.stop)
+    def read_bytes(self, start: int, stop: int, memory: memoryview) -> None:
+        """Read a range of bytes, counted over all files."""
+        for path, descriptor, file_bytes in self._files:
+            first = max(start, file_bytes.start)
+            last = min(stop, file_bytes.stop)
             if first < last:
-                here = memory[first - begin : self.whole_blocks(last) - begin]
-                self._read_part(path, descriptor, first - there.start, last - there.start, here)
+                target = memory[first - start : self.round_up(last) - start]
+                offset = file_bytes.start
+                self._read_file(path, descriptor, first - offset, last - offset, target)
 
-    def _read_part(
-        self, path: Path, descriptor: int, begin: int, end: int, memory: memoryview
+    def _read_file(
+        self, path: Path, descriptor: int, start: int, stop: int, memory: memoryview
     ) -> None:
+        num_bytes = stop - start
         done = 0
-        while done < end - begin:
+        while done < num_bytes:
             try:
-                count = os.preadv(descriptor, [memory[done:]], begin + done)
+                count = os.preadv(descriptor, [memory[done:]], start + done)
             except OSError as error:
-                reason = f"{error.strerror}, reading at byte {begin + done}"
+                reason = f"{error.strerror}, reading at byte {start + done}"
                 raise OSError(error.errno, reason, str(path)) from error
-            # A direct read can only go on at the start of a block: part of a block is read again.
-            went_on = (done + count) // self.block_bytes * self.block_bytes - done
-            if done + count < end - begin and not went_on:
+            if done + count >= num_bytes:
+                break
+            # A direct read can only resume at the start of a block, so read part of it again.
+            resumed = (done + count) // self.block_bytes * self.block_bytes
+            if resumed == done:
                 raise StoreError(
-                    f"{path} has {os.fstat(descriptor).st_size} bytes, and was read to byte {end}:"
-                    " it was cut short while it was in use; build the store again"
+                    f"{path} has {os.fstat(descriptor).st_size} bytes, but {stop} are needed: it"
+                    " was truncated while it was in use. Build the store again."
                 )
-            done = done + went_on if done + count < end - begin else end - begin
+            done = resumed
         if self.block_bytes == 1 and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, begin, len(memory), os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(descriptor, start, len(memory), os.POSIX_FADV_DONTNEED)
 
 
 def aligned_memory(num_bytes: int) -> memoryview:
-    """Allocate memory that `RowFile` can read into, in huge pages where it is large enough."""
+    """Allocate memory that `RowFile` can read into, in huge pages if it is large enough."""
     is_huge = num_bytes >= _HUGE_PAGE_BYTES
     alignment = _HUGE_PAGE_BYTES if is_huge else _MAX_BLOCK_BYTES
     memory = mmap.mmap(-1, num_bytes + alignment, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in (_MADV_WIPEONFORK, getattr(mmap, "MADV_HUGEPAGE", None) if is_huge else None):
         if advice is not None:
-            with suppress(OSError):  # The kernel does not know it.
+            with suppress(OSError):  # The kernel does not support it.
                 memory.madvise(advice)
     skip = -np.frombuffer(memory, np.uint8).ctypes.data % alignment
     return memoryview(memory)[skip : skip + num_bytes]
 
 
-#: Reads rows to their places.
+#: Reads items from a file into memory.
 Read: TypeAlias = Callable[[], None]
 
 #: Scratch memory of each thread.
 _OF_THREAD = threading.local()
 
 
-def _scratch(row_bytes: int) -> memoryview:
-    """Scratch memory of this thread for one read, aligned for direct reads."""
-    num_bytes = max(_READ_BYTES, row_bytes) + 2 * _MAX_BLOCK_BYTES
-    found: memoryview | None = getattr(_OF_THREAD, "memory", None)
-    if found is None or len(found) < num_bytes:
-        found = _OF_THREAD.memory = aligned_memory(num_bytes)
-    return found
+def _scratch(item_bytes: int) -> memoryview:
+    """Return scratch memory of this thread for one read, aligned for direct reads."""
+    num_bytes = max(_READ_BYTES, item_bytes) + 2 * _MAX_BLOCK_BYTES
+    memory: memoryview | None = getattr(_OF_THREAD, "memory", None)
+    if memory is None or len(memory) < num_bytes:
+        memory = _OF_THREAD.memory = aligned_memory(num_bytes)
+    return memory
 
 
-def _pieces(
-    begins: Integers, ends: Integers, row_bytes: int
+def _divide(
+    starts: Integers, stops: Integers, item_bytes: int
 ) -> tuple[Integers, Integers, Integers, list[int]]:
-    """Divide ascending runs of rows into pieces that are read together.
+    """Divide ascending runs of items into segments, and group these into reads.
 
-    The first row of each piece, one past its last, its run, and the first piece of each read.
+    Returns:
+        The start, the stop and the run of each segment; and the first segment of each read, and
+        one past the last segment.
     """
-    step = max(1, _READ_BYTES // row_bytes)
-    # Runs are cut where a read would be too long.
-    counts = np.where(begins < ends, -(-ends // step) - begins // step, 0)
-    runs = np.repeat(np.arange(len(begins)), counts)
-    cuts = ranges(begins // step, counts) * step
-    begins = np.maximum(begins[runs], cuts)
-    ends = np.minimum(ends[runs], cuts + step)
-    is_far = (begins[1:] - ends[:-1]) * row_bytes > _GAP_BYTES
-    is_long = np.diff(begins // step) > 0
-    edges = [0, *(np.flatnonzero(is_far | is_long) + 1).tolist(), len(begins)]
-    return begins, ends, runs, edges if len(begins) else []
+    max_items = max(1, _READ_BYTES // item_bytes)
+    # Cut runs at multiples of `max_items`.
+    counts = np.where(starts < stops, -(-stops // max_items) - starts // max_items, 0)
+    runs = np.repeat(np.arange(len(starts)), counts)
+    cuts = ranges(starts // max_items, counts) * max_items
+    starts = np.maximum(starts[runs], cuts)
+    stops = np.minimum(stops[runs], cuts + max_items)
+    is_far = (starts[1:] - stops[:-1]) * item_bytes > _GAP_BYTES
+    is_long = np.diff(starts // max_items) > 0
+    bounds = [0, *(np.flatnonzero(is_far | is_long) + 1).tolist(), len(starts)]
+    return starts, stops, runs, bounds if len(starts) else []
 
 
-def reads_of(file: RowFile, runs: Runs, ends: Integers, target: Tensor) -> Iterator[Read]:
-    """Reads of runs of rows, and of small gaps between them, to their places in memory."""
-    begins, ends, sources, edges = _pieces(runs.starts, ends, file.row_bytes)
-    places = begins + runs.shifts[sources]
+def reads_of(file: RowFile, runs: Runs, stops: Integers, target: Tensor) -> Iterator[Read]:
+    """Yield the reads of runs of items, and of small gaps between them.
+
+    Args:
+        file: The file.
+        runs: Maps items of the file to indices in memory.
+        stops: One past the last item of each run, int64 of shape (runs,).
+        target: The memory, uint8.
+    """
+    starts, stops, run_of, bounds = _divide(runs.starts, stops, file.item_bytes)
+    targets = starts + runs.shifts[run_of]
     memory = target.numpy()
-    for first, last in pairwise(edges):
+    for first, last in pairwise(bounds):
         here = slice(first, last)
-        yield partial(_read, file, begins[here], ends[here], places[here], memory)
+        yield partial(_read, file, starts[here], stops[here], targets[here], memory)
 
 
 def _read(
     file: RowFile,
-    begins: Integers,
-    ends: Integers,
-    places: Integers,
+    starts: Integers,
+    stops: Integers,
+    targets: Integers,
     memory: np.ndarray,
 ) -> None:
-    first, last, size = int(begins[0]), int(ends[-1]), file.row_bytes
-    place, num_bytes = int(places[0]) * size, (last - first) * size
-    if len(begins) == 1 and size % file.block_bytes == 0:
-        # Whole blocks, straight to their place.
-        file.read_bytes(first * size, last * size, memory.data[place : place + num_bytes])
+    """Read segments of items in one read, and copy them to their indices in memory."""
+    item_bytes = file.item_bytes
+    first = int(starts[0])
+    num_items = int(stops[-1]) - first
+    if len(starts) > 1:
+        data = np.frombuffer(file.read_items(first, num_items, _scratch(item_bytes)), np.uint8)
+        lengths = (stops - starts) * item_bytes
+        copy_segments(data, (starts - first) * item_bytes, memory, targets * item_bytes, lengths)
         return
-    data = np.frombuffer(file.read_rows(first, last - first, _scratch(size)), np.uint8)
-    if len(begins) == 1:
-        # numpy lets other threads run meanwhile.
-        memory[place : place + num_bytes] = data
-        return
-    lengths = (ends - begins) * size
-    copy_segments(data, (begins - first) * size, memory, places * size, lengths)
+    start = int(targets[0]) * item_bytes
+    stop = start + num_items * item_bytes
+    if item_bytes % file.block_bytes == 0:
+        # Blocks are complete, so read them without scratch memory.
+        offset = first * item_bytes
+        file.read_bytes(offset, offset + num_items * item_bytes, memory.data[start:stop])
+    else:
+        data = np.frombuffer(file.read_items(first, num_items, _scratch(item_bytes)), np.uint8)
+        # By numpy, which releases the GIL.
+        memory[start:stop] = data
 
 
 def open_row_files(store: Store, in_steps: Collection[str] = ()) -> list[RowFile | None]:
-    """Open the files of all fields of a store."""
-    files = list[RowFile | None]()
+    """Open the files of all fields of a store; None for fields without bytes.
+
+    Args:
+        store: The store.
+        in_steps: Fields that are read step by step.
+    """
+    row_files = list[RowFile | None]()
     for column in store.manifest.columns:
         is_series = column.field.name in in_steps
-        size = column.field.step_bytes if is_series else column.field.item_bytes
-        parts = store.row_files(column)
-        files.append(RowFile(parts, size) if parts else None)
-    return files
+        item_bytes = column.field.step_bytes if is_series else column.field.item_bytes
+        files = store.row_files(column)
+        row_files.append(RowFile(files, item_bytes) if files else None)
+    return row_files

@@ -1,4 +1,4 @@
-"""Row sources: rows of some shards in one place, and what is fetched of them."""
+"""Row sources, which hold the rows of some shards, and the rows that are fetched from them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -18,30 +18,30 @@ from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.schema.fields import select
 
-#: One tensor per row, or rows that are not copied yet.
+#: The rows of one field: a tensor, or rows that differ in length and aren't copied yet.
 Leaf: TypeAlias = Tensor | VariableRows
-#: Copies rows into a batch: a tensor of shape (B, *field shape) for each field, or a promise. The
-#: slots are of `RowSource.locate`, int64 of shape (B,), on the source's device, or on the CPU where
-#: a field has dimensions that differ. On the CPU, fields of one shape are copied into the buffers.
+#: Copies rows into a batch, one leaf of length B per field. The slots come from `RowSource.locate`,
+#: int64 of shape (B,), on the source's device, or on the CPU if the rows of any field differ in
+#: length. On the CPU, fields whose rows have one shape are copied into the buffers.
 Take: TypeAlias = Callable[[Tensor, Buffers | None], Sequence[Leaf]]
 
 
 class RowSource(ABC):
-    """Rows of some shards in one place: in memory, or in files that are read block by block."""
+    """Rows of some shards, in memory or in files that are read block by block."""
 
     device: torch.device  # Where rows are fetched.
     is_released = False  # Whether the rows were freed.
 
     @abstractmethod
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
-        """The slots of the rows that supply positions; undefined for rows of other sources."""
+        """Return the slots of the rows at positions; undefined for rows of other sources."""
 
     @abstractmethod
     def epoch(self, sampler: Sampler, epoch: int, position: int) -> AbstractContextManager[Take]:
-        """What fetches rows in the order of an epoch, from a position on."""
+        """Open a function that fetches the rows of an epoch in order, from a position on."""
 
     def release(self) -> None:
-        """Free the rows. Loaders over them, which a Trainer keeps long, give no more batches."""
+        """Free the rows. A Trainer may keep loaders longer: they return no more batches."""
         self.is_released = True
 
 
@@ -49,55 +49,66 @@ class Steps(NamedTuple):
     """Consecutive steps of an epoch."""
 
     epoch: int
-    first_step: int  # Its number in the epoch.
-    positions: range  # Of all the steps, those that this process serves.
+    first_step: int  # The index of the first one in the epoch.
+    positions: range  # The positions of all steps that this process serves.
     lengths: list[int]  # Positions of each step.
     step_rows: list[int]  # Rows of each step over all processes.
 
 
 @dataclass
 class Fetched:
-    """The rows of some steps, for each receiver: one for all rows, or each data device for its own.
+    """The rows of some steps, for each receiver: one device for all rows, or every data device.
 
-    Of ``R`` receivers, row ``j`` of the steps goes to the one with the number ``(first + j) % R``.
+    With ``R`` receivers, row ``j`` of the steps goes to receiver ``(first + j) % R``.
     """
 
     steps: Steps
-    first: int  # The data device that has the first row.
-    leaves: list[list[Leaf]]  # Of each receiver, one per field; and then row numbers, if wanted.
-    devices: Sequence[torch.device]  # Of the receivers.
+    first: int  # The receiver of the first row.
+    leaves: list[list[Leaf]]  # By receiver, one per field, and then dataset rows, if requested.
+    devices: Sequence[torch.device]  # By receiver.
 
     def rows_of(self, receiver: int) -> slice:
-        """Which of all rows a receiver has."""
+        """Return which rows of the steps a receiver has."""
         count = len(self.devices)
         return slice((receiver - self.first) % count, None, count)
 
     def number(self, rows: Tensor) -> None:
-        """Add the dataset rows of all steps."""
+        """Append the dataset rows of all steps to the leaves."""
         for receiver, (leaves, device) in enumerate(zip(self.leaves, self.devices, strict=True)):
             leaves.append(send(rows[self.rows_of(receiver)].contiguous(), device))
 
     def by_step(self) -> list[Sequence[Sequence[Leaf]]]:
-        """The leaves of each step and receiver, the last step first. None are left here."""
-        edges, count, found = [0, *accumulate(self.steps.lengths)], len(self.devices), []
+        """Split the leaves by step and receiver, last step first, and drop them here."""
+        bounds = [0, *accumulate(self.steps.lengths)]
+        count = len(self.devices)
+        steps_by_receiver = []
         for receiver, leaves in enumerate(self.leaves):
             start = (receiver - self.first) % count
-            ends = [-(-(edge - start) // count) for edge in edges]
-            sizes = [end - begin for begin, end in pairwise(ends)]
-            found.append(zip(*(leaf.split_with_sizes(sizes) for leaf in leaves), strict=True))
-        steps: list[Sequence[Sequence[Leaf]]] = [*zip(*found, strict=True)]
+            stops = [-(-(bound - start) // count) for bound in bounds]
+            sizes = [stop - previous for previous, stop in pairwise(stops)]
+            split = (leaf.split_with_sizes(sizes) for leaf in leaves)
+            steps_by_receiver.append(zip(*split, strict=True))
+        steps: list[Sequence[Sequence[Leaf]]] = [*zip(*steps_by_receiver, strict=True)]
         self.leaves = []
         if count > 1:
-            steps = [share_widths(each) for each in steps]
+            steps = [share_widths(step) for step in steps]
         return steps[::-1]
 
 
-def in_order(parts: Sequence[tuple[Integers, Sequence[Leaf]]], device: torch.device) -> list[Leaf]:
-    """Rows that were fetched in parts, in the order that the numbers of each part give them."""
-    if len(parts) == 1:
-        return [*parts[0][1]]
-    order = send(torch.from_numpy(np.argsort(np.concatenate([rows for rows, _ in parts]))), device)
-    columns = zip(*(leaves for _, leaves in parts), strict=True)
+def in_order(
+    fetched: Sequence[tuple[Integers, Sequence[Leaf]]], device: torch.device
+) -> list[Leaf]:
+    """Merge rows that were fetched separately.
+
+    Args:
+        fetched: The indices of rows in the result, and their leaves.
+        device: The device of the leaves.
+    """
+    if len(fetched) == 1:
+        return [*fetched[0][1]]
+    indices = np.concatenate([rows for rows, _ in fetched])
+    order = send(torch.from_numpy(np.argsort(indices)), device)
+    columns = zip(*(leaves for _, leaves in fetched), strict=True)
     joined = map(joined_rows, columns)
     return [
         select(leaf, order) if isinstance(leaf, Tensor) else leaf[order.cpu().numpy()]
@@ -106,9 +117,9 @@ def in_order(parts: Sequence[tuple[Integers, Sequence[Leaf]]], device: torch.dev
 
 
 def released_error() -> RuntimeError:
-    """The error of a loader that outlived its shards."""
+    """Make the error of a loader that outlived its shards."""
     return RuntimeError(
-        "the shards of this loader were freed by teardown() or another setup(): call setup(), and"
-        " ask for a new loader; a second Trainer within a fit needs a data module of its own, which"
-        " data.with_options() makes"
+        "the shards of this loader were freed by teardown() or another setup(). Call setup() and"
+        " create a new loader. A second Trainer within a fit needs another data module: see"
+        " data.with_options()."
     )

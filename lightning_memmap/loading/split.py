@@ -1,4 +1,4 @@
-"""The rows of a split: every source that this process fetches from, and how they are set up."""
+"""The rows of a split: set up the sources that this process fetches them from."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ import torch
 from lightning_memmap.loading.decoding import Images, default_threads
 from lightning_memmap.loading.image_decoder import image_decoders
 from lightning_memmap.loading.memory import (
-    Places,
-    copied_rows,
-    copied_windows,
-    mapped,
-    series_in,
+    SlotMap,
+    copy_rows,
+    copy_windows,
+    map_in_place,
+    map_series,
 )
 from lightning_memmap.loading.row_file import open_row_files
 from lightning_memmap.loading.row_source import RowSource
@@ -37,17 +37,26 @@ from lightning_memmap.store.store import PendingRows
 
 @dataclass(frozen=True, eq=False)
 class SplitRows:
-    """The rows of one split that this process holds."""
+    """The rows of one split that this process holds.
+
+    Args:
+        pool: The rows of the split.
+        sources: What to fetch them from.
+        source_of_shard: By shard, the index of its source, or -1 if another process holds it.
+        fields: The fields of a batch.
+        row_bytes: Bytes of a row, on average if rows differ in length.
+        images: The fields that are decoded.
+        are_numbered: Whether batches contain the dataset rows.
+        pending: Rows that are still being built or downloaded, which a loader waits for.
+    """
 
     pool: Pool
     sources: tuple[RowSource, ...]
     source_of_shard: Integers
-    #: The fields as batches have them, and the bytes of a row, on average where rows differ.
     fields: Sequence[Field]
     row_bytes: int = 0
     images: Images | None = None
     are_numbered: bool = False
-    #: Rows that are still being built or downloaded, which the loader waits for.
     pending: PendingRows | None = None
 
     @property
@@ -56,7 +65,7 @@ class SplitRows:
         return any(source.is_released for source in self.sources)
 
     def release(self) -> None:
-        """Free the rows. Loaders over this split give no more batches then."""
+        """Free the rows. Loaders over this split return no more batches."""
         for source in self.sources:
             source.release()
         if self.images is not None:
@@ -71,7 +80,14 @@ def load_split(
     placement: SplitShards,
     forms: Mapping[str, Form] | None = None,
 ) -> SplitRows:
-    """Bring the shards of a split to where the plan wants them."""
+    """Copy or map the shards of a split as planned.
+
+    Args:
+        store: The store of the split.
+        topology: The devices of this process.
+        placement: The residency of each shard.
+        forms: The layouts of fields, by name.
+    """
     pool = placement.pool
     cut = pool.rows.fields if isinstance(pool.rows, WindowedRows) else ()
     if cut:
@@ -79,8 +95,8 @@ def load_split(
     decoders = image_decoders(store, forms or {})
     if decoders and cut:
         raise ValueError(
-            f"variable: field {cut[0]!r} is cut into windows, and images are decoded for"
-            " each row of a batch, not for each step of a window: leave one of them out"
+            f"variable: field {cut[0]!r} is cut into windows, and images are decoded for each row"
+            " of a batch, not for each step of a window. Use one of the two."
         )
     held = [shard for shard, residency in enumerate(placement.residencies) if residency is not None]
     shards = _stored_shards(store, pool, held)
@@ -91,22 +107,23 @@ def load_split(
     sources: list[RowSource] = []
     source_of_shard = np.full(pool.num_shards, -1, np.int64)
     groups = dict[tuple[Residency, torch.device], list[int]]()
-    for each in placement.held(topology):
+    for shards_held in placement.held(topology):
         # Rows that are still being written are read from their files.
-        residency = each.residency if store.pending is None else Residency.MMAP
-        device = each.device if residency is Residency.DEVICE else torch.device("cpu")
-        groups.setdefault((residency, device), []).extend(each.shards)
+        residency = shards_held.residency if store.pending is None else Residency.MMAP
+        is_on_device = residency is Residency.DEVICE
+        device = shards_held.device if is_on_device else torch.device("cpu")
+        groups.setdefault((residency, device), []).extend(shards_held.shards)
     for (residency, device), unsorted in groups.items():
         group = sorted(unsorted)
         source_of_shard[group] = len(sources)
-        sources.append(_source(store, placement, residency, device, group))
+        sources.append(_make_source(store, placement, residency, device, group))
     images = None
     if decoders and sources:
-        given = [decoder.form.num_threads for decoder in decoders.values()]
-        usual = default_threads(topology.num_local_processes)
-        num_threads = max(usual if threads is None else threads for threads in given)
-        images = Images(decoders, num_threads)
-    fields, row_bytes = list[Field](), 0
+        default = default_threads(topology.num_local_processes)
+        options = [decoder.form.num_threads for decoder in decoders.values()]
+        images = Images(decoders, max(default if count is None else count for count in options))
+    fields = list[Field]()
+    row_bytes = 0
     for column in store.manifest.columns:
         field = column.field
         if isinstance(pool.rows, WindowedRows) and field.name in cut:
@@ -124,30 +141,30 @@ def load_split(
     )
 
 
-def _source(
+def _make_source(
     store: Store,
     placement: SplitShards,
     residency: Residency,
     device: torch.device,
     shards: list[int],
 ) -> RowSource:
-    """The source of some shards."""
+    """Make the source of shards that have one residency on one device."""
     pool = placement.pool
-    series = series_in(store, pool) if isinstance(pool.rows, WindowedRows) else None
-    places = Places.in_store(store, pool) if series is None else series.places(pool)
+    series = map_series(store, pool) if isinstance(pool.rows, WindowedRows) else None
+    slot_map = SlotMap.in_store(store, pool) if series is None else series.slot_map(pool)
     columns = [*zip(store.schema.fields, store.mapped_columns, strict=True)]
     if residency is Residency.MMAP or not columns:
-        return mapped(columns, places, series)
+        return map_in_place(columns, slot_map, series)
     if residency is not Residency.STREAM:
         if series is None:
-            return copied_rows(columns, places, shards, device)
-        return copied_windows(columns, series, pool, shards, device)
-    last = np.array([store.num_rows - 1])
+            return copy_rows(columns, slot_map, shards, device)
+        return copy_windows(columns, series, pool, shards, device)
+    last_row = np.array([store.num_rows - 1])
     return Stream(
         columns,
-        open_row_files(store, () if series is None else series.line.fields),
-        places,
-        int(places.moved(last)[0]) + 1 if series is None else series.num_slots,
+        open_row_files(store, () if series is None else series.windows.fields),
+        slot_map,
+        int(slot_map.slots_of_file_rows(last_row)[0]) + 1 if series is None else series.num_slots,
         held=shards,
         blocks=Blocks(placement.order),
         series=series,
@@ -155,36 +172,39 @@ def _source(
 
 
 def largest_block_bytes(store: Store, blocks: Blocks, held: Sequence[int]) -> int:
-    """The memory that rows take which are read block by block. No row is read."""
+    """Compute the memory of a block of streamed rows, in bytes. Reads no row."""
     fields = store.schema.fields
-    pool, rows = blocks.sampler.pool, blocks.longest
-    places, is_cut = Places.in_store(store, pool), isinstance(pool.rows, WindowedRows)
-    is_looked_up = not blocks.has_runs or not (is_cut or places.starts is not None)
-    total = len(held) * rows * LOOKUP_BYTES if is_looked_up else 0
+    pool = blocks.sampler.pool
+    num_rows = len(held) * blocks.longest
+    slot_map = SlotMap.in_store(store, pool)
+    is_cut = isinstance(pool.rows, WindowedRows)
+    is_looked_up = not blocks.has_runs or not (is_cut or slot_map.starts is not None)
+    num_bytes = num_rows * LOOKUP_BYTES if is_looked_up else 0
     if isinstance(pool.rows, WindowedRows):
-        num_bytes = sum(field.step_bytes for field in fields if field.name in pool.rows.fields)
-        return total + num_bytes * largest_block_steps(held, blocks)
+        step_bytes = sum(field.step_bytes for field in fields if field.name in pool.rows.fields)
+        return num_bytes + step_bytes * largest_block_steps(held, blocks)
     variable = [field.name for field in fields if field.num_variable]
-    total += len(held) * rows * sum(f.row_bytes for f in fields if not f.num_variable)
+    num_bytes += num_rows * sum(field.row_bytes for field in fields if not field.num_variable)
     # Rows are only streamed once all are written.
     if not variable or store.pending is not None:
-        return total
+        return num_bytes
     store.download(_stored_shards(store, pool, held), variable)
     for column in map(store.column, variable):
         if isinstance(column, ItemRows):
-            total += column.field.item_bytes * largest_block(column, places, held, blocks)
-    return total
+            num_items = largest_block(column, slot_map, held, blocks)
+            num_bytes += column.field.item_bytes * num_items
+    return num_bytes
 
 
 def _stored_shards(store: Store, pool: Pool, held: Sequence[int]) -> list[int]:
-    """The shards of the store that have rows of some shards of a split."""
+    """List the shards of the store that contain rows of some shards of a split."""
     stored = store.manifest.shards
     is_same = pool.rows == StoreRows(stored) and pool.num_shards == stored.num_shards
     if is_same and pool.chosen is None:
         return [*held]
     if pool.rows.is_contiguous:
         return [*range(stored.num_shards)]
-    found = np.zeros(stored.num_shards, bool)
+    is_needed = np.zeros(stored.num_shards, bool)
     for shard in held:
-        found[pool.shard_dataset_rows(shard) % stored.num_shards] = True
-    return [int(shard) for shard in np.flatnonzero(found)]
+        is_needed[pool.shard_dataset_rows(shard) % stored.num_shards] = True
+    return [int(shard) for shard in np.flatnonzero(is_needed)]

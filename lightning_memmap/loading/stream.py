@@ -1,8 +1,17 @@
-"""A stream: threads read the next block of the files while rows of this one are fetched.
+"""A stream: threads read the next block from the files while rows of the current one are fetched.
 
-Items that follow one another in the files do so in memory: rows of one shape and steps of series,
-which are told by their slots, and the items of rows that differ in length. With windows over
-series, the fields that have one value for each series are read in the file mapping.
+A block is read into one buffer, so consecutive items in the files are consecutive in memory: rows
+of one shape, steps of series, or the items of rows that differ in length. Take 7 rows in 3 shards,
+blocks of 2 rows per shard, and a device that holds the shards 0 and 2::
+
+    files         0 3 6 | 1 4 | 2 5      slots 0 to 6
+    first block   rows 0 3 and 2 5       runs of slots 0 to 1 and 5 to 6
+      buffer      0 3 2 5                slot 5 is read to index 2
+    second block  row 6                  slot 2
+
+`Stream.locate` adds ``block * num_slots`` to each slot, so that one integer also identifies the
+block: row 6 has the slot 2 + 1 * 7. With windows over series, fields with one value per series stay
+in the file mapping.
 """
 
 import math
@@ -21,11 +30,11 @@ from lightning_memmap.loading.ahead import Ahead
 from lightning_memmap.loading.buffers import Buffers, byte_pool
 from lightning_memmap.loading.memory import (
     Columns,
-    Find,
-    Places,
     Ragged,
-    SeriesPlaces,
-    in_place,
+    SeriesSlots,
+    SlotMap,
+    ToIndex,
+    column_in_place,
 )
 from lightning_memmap.loading.row_file import Read, RowFile, aligned_memory, reads_of
 from lightning_memmap.loading.row_source import Leaf, RowSource, Take, in_order
@@ -36,105 +45,118 @@ from lightning_memmap.schema.fields import Field
 from lightning_memmap.store.open_columns import ItemRows, Located, OpenColumn
 from lightning_memmap.store.series import windows_over
 
-#: Windows in memory: rows are fetched from one while the other is read.
+#: Blocks in memory: rows are fetched from one while the other is read.
 _NUM_BUFFERS = 2
-#: While one thread copies what it has read, or waits for a short read, others read on.
+#: While one thread copies the bytes that it read, or waits for a short read, others read on.
 _NUM_THREADS = 4
-#: What is kept for each row of a block beside the row, and taken while it is looked up, in bytes.
+#: Memory for looking up a row of a block, in addition to the row, in bytes.
 LOOKUP_BYTES = 56
-#: Runs of a shard in a block at most: a block may wrap around, and some shards have a row more.
+#: Most runs of a shard in a block: a block may wrap around, and some shards have one row more.
 _MAX_RUNS = 3
 
 
 class BlockItems:
-    """Memory for the items that a block has of some files, at the same places in each of them."""
+    """Memory for the items of a block, in one buffer per file, at the same indices in each."""
 
     def __init__(self, name: str, max_items: int) -> None:
-        self._name, self._max_items = name, max_items
+        self._name = name
+        self._max_items = max_items
         self._files: list[RowFile | None] = []
-        #: By file, the items; undefined before they are read.
+        #: The items of each file; undefined before they are read.
         self.memory: list[Tensor] = []
-        #: Where the items of the block are.
+        #: Maps items of the files to indices in memory.
         self.runs = Runs(*np.zeros((2, 1), np.int64))
 
     def add(self, file: RowFile | None, item_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory for the items of one more file, which a disk can write to."""
+        """Allocate a buffer for the items of one more file, aligned for direct reads."""
         num_bytes = self._max_items * math.prod(item_shape) * dtype.itemsize
         flat = torch.frombuffer(aligned_memory(max(1, num_bytes)), dtype=torch.uint8)[:num_bytes]
         self._files.append(file)
         self.memory.append(flat.view(dtype).view(self._max_items, *item_shape))
         return self.memory[-1]
 
-    def reads(self, found: Located) -> Iterator[Read]:
-        """The reads that bring the items of a block to their places."""
-        begins, ends = runs_of(found)
-        lengths = ends - begins
+    def reads(self, located: Located) -> Iterator[Read]:
+        """Yield the reads that load a block, and set `runs` to its layout."""
+        starts, stops = runs_of(located)
+        lengths = stops - starts
         if (count := int(lengths.sum())) > self._max_items:
             raise ValueError(
-                f"residency='stream': a block has {count} items of field {self._name!r}, and"
-                f" blocks of rows that follow one another have {self._max_items} at most: let"
-                " block_runs of the sampler return such rows"
+                f"residency='stream': a block has {count} items of field {self._name!r}, more than"
+                f" the {self._max_items} of the largest block of consecutive rows. Let block_runs"
+                " of the sampler return runs of consecutive rows."
             )
-        self.runs = Runs(begins, starts_of(lengths) - begins)
+        self.runs = Runs(starts, starts_of(lengths) - starts)
         for file, items in zip(self._files, self.memory, strict=True):
             if file is not None and items.numel():
-                yield from reads_of(file, self.runs, ends, items.view(-1).view(torch.uint8))
+                yield from reads_of(file, self.runs, stops, items.view(-1).view(torch.uint8))
 
-    def places(self, slots: Tensor) -> Tensor:
-        """Where items are in memory, by their places in the files."""
+    def to_index(self, slots: Tensor) -> Tensor:
+        """Return the indices in memory of items of the files."""
         return torch.from_numpy(self.runs.at(slots.numpy()))
 
     def among(self, rows: ItemRows, slots: Integers) -> tuple[Tensor, Located]:
-        """The items of all rows, and where those of some are."""
+        """Return the items in memory, and the range of each of some rows in them."""
         starts, sizes = rows.at(slots)
         return self.memory[0], Located(self.runs.at(starts), sizes)
 
 
 class StreamMemory:
-    """The memory of a block, on the CPU, with undefined content."""
+    """The memory of one block, on the CPU, undefined before the block is read."""
 
     def __init__(self, stream: "Stream") -> None:
         series = stream.series
         #: Rows of one shape, or steps.
-        self.items = BlockItems(stream.columns[0][0].name, stream.most_items)
+        self.items = BlockItems(stream.columns[0][0].name, stream.max_items)
         #: The items of each field whose rows differ in length.
         self.ragged = list[tuple[ItemRows, BlockItems]]()
-        columns, finds = list[Tensor | Ragged](), list[Find | None]()
+        columns = list[Tensor | Ragged]()
+        to_index = list[ToIndex | None]()
         pairs = zip(stream.columns, stream.files, strict=True)
-        for index, ((field, rows), file) in enumerate(pairs):
-            find: Find | None = self.items.places
+        for field_index, ((field, rows), file) in enumerate(pairs):
             if series is None and isinstance(rows, ItemRows):
-                items = BlockItems(field.name, stream.most_ragged[index])
+                items = BlockItems(field.name, stream.max_ragged_items[field_index])
                 items.add(file, field.item_shape, field.dtype)
                 self.ragged.append((rows, items))
-                # The memory will be read over.
+                # Copied at once, because this memory is overwritten by a later block.
                 columns.append(Ragged(field, partial(items.among, rows), byte_pool()))
-                find = None
+                to_index.append(None)
             elif series is None:
                 columns.append(self.items.add(file, field.item_shape, field.dtype))
-            elif field.name in series.line.fields:
+                to_index.append(self.items.to_index)
+            elif field.name in series.windows.fields:
                 step_shape = field.windowed(1).item_shape[1:]
                 steps = self.items.add(file, step_shape, field.dtype)
-                columns.append(windows_over(steps, series.line.length))
+                columns.append(windows_over(steps, series.windows.length))
+                to_index.append(self.items.to_index)
             else:
-                columns.append(in_place(rows))
-                find = series.rows_of
-            finds.append(find)
-        self._columns = Columns(columns, torch.device("cpu"), finds)
+                columns.append(column_in_place(rows))
+                to_index.append(series.rows_of)
+        self._columns = Columns(columns, torch.device("cpu"), to_index)
         self.take = self._columns.take
 
-    def reads(self, located: Callable[[], Located]) -> Iterator[Read]:
-        """The reads that fill a block, which several threads may do at once."""
-        yield from self.items.reads(found := located())
+    def reads(self, locate: Callable[[], Located]) -> Iterator[Read]:
+        """Yield the reads that load a block. Several threads may run them at once."""
+        located = locate()
+        yield from self.items.reads(located)
         if self.ragged:
-            begins, ends = runs_of(found)
-            slots = ranges(begins, ends - begins)
+            starts, stops = runs_of(located)
+            slots = ranges(starts, stops - starts)
             for rows, items in self.ragged:
                 yield from items.reads(rows.at(slots))
 
 
 class Stream(RowSource):
-    """Rows of some shards that stay in the files, and are read block by block."""
+    """Rows of some shards that stay in the files, and are read block by block.
+
+    Args:
+        columns: The fields and their mapped columns.
+        files: The file of each field; None if it has no bytes.
+        slot_map: The slots of rows.
+        num_slots: A number above all slots.
+        held: The shards.
+        blocks: The blocks of an epoch.
+        series: The series, if rows are windows.
+    """
 
     device = torch.device("cpu")
 
@@ -142,44 +164,52 @@ class Stream(RowSource):
         self,
         columns: Sequence[tuple[Field, OpenColumn]],
         files: Sequence[RowFile | None],
-        places: Places,
+        slot_map: SlotMap,
         num_slots: int,
         *,
         held: Sequence[int],
         blocks: Blocks,
-        series: SeriesPlaces | None = None,
+        series: SeriesSlots | None = None,
     ) -> None:
-        self.num_slots, self._places, self.columns = num_slots, places, columns
-        self._pool, self._held = blocks.sampler.pool, np.array(held, np.int64)
-        self.files, self.series, self._block = files, series, blocks.rows
-        #: How many rows of one shape, or steps, a block has at most.
-        self.most_items = len(held) * blocks.longest
+        self.columns = columns
+        self.files = files
+        self.num_slots = num_slots
+        self.series = series
+        self._slot_map = slot_map
+        self._pool = blocks.sampler.pool
+        self._held = np.array(held, np.int64)
+        self._block_rows = blocks.rows
+        #: Most rows of one shape, or steps, in a block.
+        self.max_items = len(held) * blocks.longest
         if series is not None:
-            self.most_items = largest_block_steps(held, blocks)
-        #: The same of the items of rows that differ in length, by the places of their fields.
-        self.most_ragged = {
-            index: largest_block(rows, places, held, blocks)
+            self.max_items = largest_block_steps(held, blocks)
+        #: Most items in a block of each field whose rows differ in length, by field index.
+        self.max_ragged_items = {
+            index: largest_block(rows, slot_map, held, blocks)
             for index, (_, rows) in enumerate(columns)
             if series is None and isinstance(rows, ItemRows)
         }
-        #: Memory for blocks that nobody uses.
+        #: Memory of blocks that is not in use.
         self.idle: list[StreamMemory] = []
         self._epochs: weakref.WeakSet[_StreamedEpoch] = weakref.WeakSet()
 
     @override
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
-        found = self._places.locate(sampler, epoch, positions)
-        # As if all blocks were consecutive in memory.
-        size = self._blocks(sampler).positions
-        for number in range(positions.start // size, -(-positions.stop // size)):
-            first, last = (bisect_left(positions, size * edge) for edge in (number, number + 1))
-            found[first:last] += number * self.num_slots
-        return found
+        slots = self._slot_map.locate(sampler, epoch, positions)
+        block_positions = self._blocks(sampler).positions
+        first_block = positions.start // block_positions
+        for block in range(first_block, -(-positions.stop // block_positions)):
+            start = bisect_left(positions, block_positions * block)
+            stop = bisect_left(positions, block_positions * (block + 1))
+            slots[start:stop] += block * self.num_slots
+        return slots
 
     def _blocks(self, sampler: Sampler) -> Blocks:
-        """The blocks of an order."""
-        # Any will do in order. While a store is built, it is not known how many are read at once.
-        return Blocks(sampler.in_blocks(self._block) if sampler.is_sequential else sampler)
+        """Divide an order into blocks."""
+        # Dataset order can use blocks of any size. While a store is built, the size is not known.
+        if sampler.is_sequential:
+            sampler = sampler.in_blocks(self._block_rows)
+        return Blocks(sampler)
 
     @override
     @contextmanager
@@ -195,151 +225,166 @@ class Stream(RowSource):
             rows.close()
         self.idle.clear()
 
-    def located(self, blocks: Blocks, epoch: int, number: int) -> Located:
-        """The items of a block in the files: the first of each run, and their number."""
+    def locate_block(self, blocks: Blocks, epoch: int, block: int) -> Located:
+        """Find the items of a block in the files, as starts and lengths of runs."""
         if self.series is not None:
-            return located_steps(self.series, self._held, blocks, epoch, number)
-        starts, sizes = self._places.starts, self._pool.sizes[self._held]
-        runs = blocks.sampler.block_runs(epoch, number)
+            return located_steps(self.series, self._held, blocks, epoch, block)
+        starts = self._slot_map.starts
+        sizes = self._pool.sizes[self._held]
+        runs = blocks.sampler.block_runs(epoch, block)
         if starts is not None and runs is not None:
-            begins = np.array([run.start for run in runs])
-            ends = np.minimum(np.array([run.stop for run in runs]), sizes[:, None])
-            counts = np.maximum(0, ends - begins).ravel()
-            firsts = (starts[self._held, None] + begins).ravel()
-            return Located(firsts[counts > 0], counts[counts > 0, None])
-        rows = distinct(self._places.of(blocks.index(epoch, number, self._held)))
-        return Located(rows, np.ones((len(rows), 1), np.int64))
+            run_starts = np.array([run.start for run in runs])
+            run_stops = np.minimum(np.array([run.stop for run in runs]), sizes[:, None])
+            counts = np.maximum(0, run_stops - run_starts).ravel()
+            first_slots = (starts[self._held, None] + run_starts).ravel()
+            return Located(first_slots[counts > 0], counts[counts > 0, None])
+        slots = distinct(self._slot_map.slots(blocks.index(epoch, block, self._held)))
+        return Located(slots, np.ones((len(slots), 1), np.int64))
 
 
 class _StreamedEpoch:
-    """Rows of the blocks of one epoch, in the order in which they come."""
+    """The rows of one epoch, block by block."""
 
     def __init__(self, stream: Stream, blocks: Blocks, epoch: int, position: int) -> None:
-        self._stream, self._blocks, self._epoch = stream, blocks, epoch
-        #: The block whose rows are fetched. Its memory is the first one.
-        self._number = position // blocks.positions
+        self._stream = stream
+        self._blocks = blocks
+        self._epoch = epoch
+        #: The block that rows are fetched from. Its memory is the first one.
+        self._block = position // blocks.positions
         self._memory = Ahead[StreamMemory]("lightning_memmap block-reader", _NUM_THREADS)
         for _ in range(_NUM_BUFFERS):
-            self._read(stream.idle.pop() if stream.idle else None)
+            self._read_next(stream.idle.pop() if stream.idle else None)
 
     def take(self, slots: Tensor, out: Buffers | None) -> list[Leaf]:
-        """Copy rows into a batch: some after those before, in the order of the blocks."""
-        size = self._stream.num_slots
-        first, last = (int(edge) // size for edge in slots.aminmax())
-        assert first >= self._number, "blocks come in their order"
+        """Copy the next rows of the epoch into a batch."""
+        num_slots = self._stream.num_slots
+        first, last = (int(bound) // num_slots for bound in slots.aminmax())
+        assert first >= self._block, "rows must be fetched in the order of their blocks"
         if first == last:
-            return self._block_of(first).take(slots - first * size, out)
-        # From one block into the next.
-        parts = list[tuple[Integers, list[Leaf]]]()
-        for number in range(first, last + 1):
-            here = np.flatnonzero(slots.numpy() // size == number)
-            parts.append((here, self._block_of(number).take(slots[here] - number * size)))
-        return in_order(parts, slots.device)
+            return self._memory_of(first).take(slots - first * num_slots, out)
+        fetched = list[tuple[Integers, list[Leaf]]]()
+        for block in range(first, last + 1):
+            rows = np.flatnonzero(slots.numpy() // num_slots == block)
+            leaves = self._memory_of(block).take(slots[rows] - block * num_slots)
+            fetched.append((rows, leaves))
+        return in_order(fetched, slots.device)
 
     def close(self) -> None:
-        """End the threads. No row can be fetched any more."""
-        # Nobody writes there any more.
+        """Stop the threads. No more rows can be fetched."""
+        # The threads have ended, so the memory can be reused.
         self._stream.idle.extend(self._memory.close())
         del self._stream.idle[_NUM_BUFFERS:]
 
-    def _read(self, memory: StreamMemory | None) -> None:
-        """Begin to read the next block that is not read yet."""
-        number = self._number + len(self._memory)
-        if number < len(self._blocks):
+    def _read_next(self, memory: StreamMemory | None) -> None:
+        """Start reading the next block, into this memory or into new memory."""
+        block = self._block + len(self._memory)
+        if block < len(self._blocks):
             memory = memory or StreamMemory(self._stream)
-            located = partial(self._stream.located, self._blocks, self._epoch, number)
-            self._memory.begin(memory, partial(memory.reads, located))
+            locate = partial(self._stream.locate_block, self._blocks, self._epoch, block)
+            self._memory.begin(memory, partial(memory.reads, locate))
         elif memory is not None:
             self._stream.idle.append(memory)
 
-    def _block_of(self, number: int) -> StreamMemory:
-        """The memory of a block, once it is read. That of earlier blocks is used again."""
-        while self._number < number:
+    def _memory_of(self, block: int) -> StreamMemory:
+        """Wait for a block, and return its memory. The memory of earlier blocks is reused."""
+        while self._block < block:
             used = self._memory.take()
-            self._number += 1
-            self._read(used)
+            self._block += 1
+            self._read_next(used)
         return self._memory.first()
 
 
-def runs_of(found: Located) -> tuple[Integers, Integers]:
-    """The first item of each run, and one past its last one, ascending."""
-    lengths = found.sizes.prod(axis=1)
-    order = np.argsort(found.starts, kind="stable")
-    begins = found.starts[order]
-    ends = np.maximum.accumulate(begins + lengths[order])
-    firsts = np.flatnonzero(np.append(True, begins[1:] > ends[:-1])[: len(begins)])
-    return begins[firsts], ends[np.append(firsts, len(order))[1:] - 1]
+def runs_of(located: Located) -> tuple[Integers, Integers]:
+    """Merge ranges of items into runs, ascending: return their starts and stops."""
+    lengths = located.sizes.prod(axis=1)
+    order = np.argsort(located.starts, kind="stable")
+    starts = located.starts[order]
+    stops = np.maximum.accumulate(starts + lengths[order])
+    firsts = np.flatnonzero(np.append(True, starts[1:] > stops[:-1])[: len(starts)])
+    return starts[firsts], stops[np.append(firsts, len(order))[1:] - 1]
 
 
 def located_steps(
-    series: SeriesPlaces, held: Integers, blocks: Blocks, epoch: int, number: int
+    series: SeriesSlots, held: Integers, blocks: Blocks, epoch: int, block: int
 ) -> Located:
-    """The steps of a block of the epoch: the first of each run, and their number."""
-    line, pool = series.line, blocks.sampler.pool
-    runs, num_shards = blocks.sampler.block_runs(epoch, number), pool.num_shards
-    if runs is not None:
-        if pool.is_striped:
-            edges = [(run.start * num_shards, run.stop * num_shards) for run in runs]
-            found = line.runs_between(num_shards, edges, held.tolist())
-        else:
-            sizes = zip(pool.starts[held], pool.sizes[held], strict=True)
-            edges = [
-                (start + run.start, start + min(run.stop, size))
-                for start, size in sizes
-                for run in runs
-            ]
-            found = line.runs_between(num_shards, edges, None)
-        numbers, firsts, counts = found
+    """Find the steps of a block of windows, as starts and lengths of runs."""
+    windows = series.windows
+    pool = blocks.sampler.pool
+    num_shards = pool.num_shards
+    runs = blocks.sampler.block_runs(epoch, block)
+    if runs is None:
+        file_rows = distinct(pool.file_rows(blocks.index(epoch, block, held)))
+        numbers = windows.in_series(file_rows)[0]
+        counts = np.ones_like(file_rows)
+    elif pool.is_striped:
+        bounds = [(run.start * num_shards, run.stop * num_shards) for run in runs]
+        numbers, file_rows, counts = windows.runs_between(num_shards, bounds, held.tolist())
     else:
-        firsts = distinct(pool.file_rows(blocks.index(epoch, number, held)))
-        numbers, counts = line.in_series(firsts)[0], np.ones_like(firsts)
-    lengths = (counts - 1) * line.stride + line.length
-    return Located(firsts * line.stride + series.shifts[numbers], lengths[:, None])
+        bounds = [
+            (start + run.start, start + min(run.stop, size))
+            for start, size in zip(pool.starts[held], pool.sizes[held], strict=True)
+            for run in runs
+        ]
+        numbers, file_rows, counts = windows.runs_between(num_shards, bounds, None)
+    lengths = (counts - 1) * windows.stride + windows.length
+    return Located(file_rows * windows.stride + series.shifts[numbers], lengths[:, None])
 
 
-def largest_block(rows: ItemRows, places: Places, shards: Sequence[int], blocks: Blocks) -> int:
-    """How many items the rows of a block have at most, wherever it begins."""
-    block, lengths = blocks.longest, (_lengths(rows, places, shard) for shard in shards)
+def largest_block(rows: ItemRows, slot_map: SlotMap, shards: Sequence[int], blocks: Blocks) -> int:
+    """Count the most items that the rows of a block can have, wherever it starts."""
+    lengths = (_lengths(rows, slot_map, shard) for shard in shards)
     if not blocks.has_runs:
-        # Whichever rows they are.
-        return sum(int(np.sort(each)[-block:].sum()) for each in lengths)
-    return most_items(places.pool.sizes, block, lengths)
+        # A block may consist of any rows, so assume the longest.
+        return sum(int(np.sort(shard)[-blocks.longest :].sum()) for shard in lengths)
+    return most_items(slot_map.pool.sizes, blocks.longest, lengths)
 
 
-def _lengths(rows: ItemRows, places: Places, shard: int) -> Integers:
-    """The items of each row of a shard."""
-    found = [rows.at(slots).sizes.prod(axis=1) for slots in places.of_shard(shard)]
-    return np.concatenate([np.zeros(0, np.int64), *found])
+def _lengths(rows: ItemRows, slot_map: SlotMap, shard: int) -> Integers:
+    """Count the items of each row of a shard."""
+    chunks = [rows.at(slots).sizes.prod(axis=1) for slots in slot_map.slots_of_shard(shard)]
+    return np.concatenate([np.zeros(0, np.int64), *chunks])
 
 
-def most_items(sizes: Integers, block: int, lengths: Iterable[Integers]) -> int:
-    """How many items blocks have at most, by the items of each row, shard after shard."""
-    # The circle has the rows that all shards have. Some have one more.
-    circle, extra = int(sizes.min()), 0
-    totals = np.zeros(circle, np.int64)
-    for each in lengths:
-        totals += each[:circle]
-        extra += int(each[circle:].sum())
-    ends = np.append(0, np.cumsum(np.tile(totals, 2)))
-    block = min(block, circle)
-    return int((ends[block : block + circle] - ends[:circle]).max(initial=0)) + extra
+def most_items(sizes: Integers, block_rows: int, lengths: Iterable[Integers]) -> int:
+    """Count the most items of a block of consecutive rows of each shard.
+
+    Args:
+        sizes: Rows of each shard.
+        block_rows: Rows of each shard in a block.
+        lengths: By shard, the items of each row.
+    """
+    # Blocks start anywhere in the rows that all shards have, and wrap around. Rows that only some
+    # shards have may be in any block.
+    num_common = int(sizes.min())
+    num_extra_items = 0
+    totals = np.zeros(num_common, np.int64)
+    for shard in lengths:
+        totals += shard[:num_common]
+        num_extra_items += int(shard[num_common:].sum())
+    stops = np.append(0, np.cumsum(np.tile(totals, 2)))
+    block_rows = min(block_rows, num_common)
+    blocks = stops[block_rows : block_rows + num_common] - stops[:num_common]
+    return int(blocks.max(initial=0)) + num_extra_items
 
 
 def largest_block_steps(held: Sequence[int], blocks: Blocks) -> int:
-    """How many steps a block of the epoch has at most, each counted once for each shard."""
-    block, pool = blocks.longest, blocks.sampler.pool
-    line = pool.rows
-    assert isinstance(line, WindowedRows)
+    """Count the most steps of a block of windows, each step once per shard."""
+    pool = blocks.sampler.pool
+    windows = pool.rows
+    assert isinstance(windows, WindowedRows)
     if not blocks.has_runs:
-        return len(held) * block * line.length
-    # A run that begins inside of a series.
-    shared = max(0, line.length - line.stride)
+        return len(held) * blocks.longest * windows.length
+    # A run may start inside of a series.
+    num_shared = max(0, windows.length - windows.stride)
     if pool.is_striped:
-        size = block * pool.num_shards
-        edges = np.append(np.arange(0, line.num_rows, size), line.num_rows)
-        return int(np.diff(line.num_steps_before(edges, True)).max()) + shared
+        bounds = np.arange(0, windows.num_rows, blocks.longest * pool.num_shards)
+        bounds = np.append(bounds, windows.num_rows)
+        return int(np.diff(windows.num_steps_before(bounds, True)).max()) + num_shared
     lengths = (
-        np.diff(line.num_steps_before(pool.starts[shard] + np.arange(pool.sizes[shard] + 1), False))
+        np.diff(
+            windows.num_steps_before(pool.starts[shard] + np.arange(pool.sizes[shard] + 1), False)
+        )
         for shard in held
     )
-    return most_items(pool.sizes, block, lengths) + _MAX_RUNS * shared * len(held)
+    num_items = most_items(pool.sizes, blocks.longest, lengths)
+    return num_items + _MAX_RUNS * num_shared * len(held)

@@ -1,4 +1,4 @@
-"""Series: rows of a store that are cut into windows along their first dimension."""
+"""Series: rows of a store that are cut into windows along their first dimension, time."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -17,16 +17,16 @@ from lightning_memmap.store.store import Store
 
 
 class Series(NamedTuple):
-    """Where series lie in the memory of a store."""
+    """Series as ranges of the mapped steps of a store, in storage order."""
 
     begins: Integers
-    """The step of the memory at which each begins, int64 of shape (series,)."""
+    """The first step of each series, int64 of shape (series,)."""
     steps: Integers
-    """Steps of each, int64 of shape (series,)."""
+    """The number of steps of each series, int64 of shape (series,)."""
 
 
 def windowed(store: Store, rows: Rows, variable: Mapping[str, Form]) -> Rows:
-    """What a sampler orders: rows of a store, or the windows over them."""
+    """Return the windows over rows, if any field is cut into windows, or else the rows."""
     forms = {name: form for name, form in variable.items() if isinstance(form, Windows)}
     if not forms:
         return rows
@@ -35,8 +35,8 @@ def windowed(store: Store, rows: Rows, variable: Mapping[str, Form]) -> Rows:
     for name, other in forms.items():
         if (other.length, other.stride) != (form.length, form.stride):
             raise ValueError(
-                f"variable: {other} for field {name!r}, and {form} for field {first!r}: a row of a"
-                " batch is one window, so give all of them the same length and stride"
+                f"variable: {other} for field {name!r}, and {form} for field {first!r}. A row of a"
+                " batch is one window, so all of them need the same length and stride."
             )
         if name not in fields:
             raise ValueError(f"variable: in the store, {store.schema.why_no_field(name)}")
@@ -44,53 +44,56 @@ def windowed(store: Store, rows: Rows, variable: Mapping[str, Form]) -> Rows:
         if field.is_text or field.num_variable > 1 or not field.shape:
             raise ValueError(
                 f"variable: field {name!r} is {field.kind if field.is_text else field}, which"
-                " cannot be cut into windows: that needs rows of numbers of which no dimension but"
-                " the first differs; store text as its bytes, uint8"
+                " cannot be cut into windows. Only numbers can, if no dimension but the first"
+                " differs in length. Store text as its bytes, uint8."
             )
 
     steps = Numbers(read_series(store, tuple(forms), rows).steps)
-    every, whole = store.rows(), None
-    if rows != every:
-        all_steps = Numbers(read_series(store, (first,), every).steps)
-        whole = WindowedRows(every, (first,), all_steps, form.length, form.stride)
-    return WindowedRows(rows, tuple(forms), steps, form.length, form.stride, whole)
+    all_rows = store.rows()
+    all_windows = None
+    if rows != all_rows:
+        all_steps = Numbers(read_series(store, (first,), all_rows).steps)
+        all_windows = WindowedRows(all_rows, (first,), all_steps, form.length, form.stride)
+    return WindowedRows(rows, tuple(forms), steps, form.length, form.stride, all_windows)
 
 
 def read_series(store: Store, fields: tuple[str, ...], rows: Rows) -> Series:
-    """Find the series that rows of a store are. No step is read."""
-    places = store.in_memory(series_places(rows))
+    """Find the series that rows of a store are, and check that all fields agree. Reads no step."""
+    file_rows = store.in_memory(series_file_rows(rows))
     store = store.completed()
     store.download(fields=fields)
-    found = [_series(store.column(name), places) for name in fields]
-    for name, other in zip(fields, found, strict=True):
-        wrong = np.flatnonzero((other.steps != found[0].steps) | (other.begins != found[0].begins))
-        if len(wrong):
-            row = int(rows.dataset_rows(rows.numbers_at(wrong[:1]))[0])
+    all_series = [_series(store.column(name), file_rows) for name in fields]
+    series = all_series[0]
+    for name, other in zip(fields, all_series, strict=True):
+        is_other = (other.steps != series.steps) | (other.begins != series.begins)
+        if is_other.any():
+            rank = np.flatnonzero(is_other)[:1]
+            row = int(rows.dataset_rows(rows.numbers_at(rank))[0])
             raise ValueError(
-                f"variable: up to row {row}, field {name!r} has other steps than field"
-                f" {fields[0]!r}: fields that are cut into windows together need as many in each"
-                " row; store what differs as another field, and leave it out of the windows"
+                f"variable: up to row {row}, field {name!r} has other numbers of steps than field"
+                f" {fields[0]!r}. Fields that are cut into windows together need the same number in"
+                " each row. Store the rest as another field that is not cut."
             )
-    return found[0]
+    return series
 
 
-def series_places(rows: Rows) -> Integers:
-    """The places of all rows in the order of their line, int64 of shape (rows,)."""
+def series_file_rows(rows: Rows) -> Integers:
+    """Return the file rows of all rows, in storage order, int64 of shape (rows,)."""
     index = np.arange(rows.num_rows, dtype=np.int64)
     return index if rows.is_file_order else rows.file_rows(rows.numbers_at(index))
 
 
-def _series(column: OpenColumn, places: Integers) -> Series:
+def _series(column: OpenColumn, file_rows: Integers) -> Series:
     if isinstance(column, ItemRows):
-        begins, sizes = column.at(places)
+        begins, sizes = column.at(file_rows)
         return Series(begins, sizes[:, 0])
     assert isinstance(column, MappedRows)
-    size = column.tensor.shape[1]
-    return Series(places * size, np.full_like(places, size))
+    num_steps = column.tensor.shape[1]
+    return Series(file_rows * num_steps, np.full_like(file_rows, num_steps))
 
 
 def steps_of(column: OpenColumn) -> Tensor:
-    """The steps of all rows of a column, one after the other."""
+    """Return the steps of all rows of a column, concatenated, as a view."""
     if isinstance(column, ItemRows):
         return column.items
     assert isinstance(column, MappedRows)
@@ -98,19 +101,20 @@ def steps_of(column: OpenColumn) -> Tensor:
 
 
 class _WindowFields:
-    """The fields of series, with an entry for each window."""
+    """The fields of series, with one entry per window."""
 
     def __init__(self, series: Fields, windows: WindowedRows) -> None:
-        self._series, self._windows = series, windows
+        self._series = series
+        self._windows = windows
 
     @property
     def num_rows(self) -> int:
         return (self._windows.whole or self._windows).num_rows
 
     def values(self, field: str, rows: Integers | None = None) -> NDArray[Any]:
-        series = self._all_series
-        found, windows = np.unique(series if rows is None else series[rows], return_inverse=True)
-        return self._series.values(field, found)[windows]
+        series = self._all_series if rows is None else self._all_series[rows]
+        distinct_series, windows = np.unique(series, return_inverse=True)
+        return self._series.values(field, distinct_series)[windows]
 
     def given(self, field: str) -> NDArray[np.bool_]:
         return self._series.given(field)[self._all_series]
@@ -122,17 +126,17 @@ class _WindowFields:
 
     @property
     def _all_series(self) -> Integers:
-        """The row of the store that each window is of."""
+        """The row of the store of each window."""
         return self._windows.store_rows(np.arange(self.num_rows, dtype=np.int64))
 
 
 def fields_of(store: Store, rows: Rows) -> Fields:
-    """The fields of what a sampler orders: for windows, each has the values of its series."""
+    """Return the fields that a sampler may read: a window has the values of its series."""
     return _WindowFields(store, rows) if isinstance(rows, WindowedRows) else store
 
 
 def windows_over(steps: Tensor, length: int) -> Tensor:
-    """All windows over steps, as a view."""
+    """Return all windows over steps, as a view of shape (windows, length, *step shape)."""
     stride = steps.stride()
     shape = (max(0, len(steps) - length + 1), length, *steps.shape[1:])
     return torch.as_strided(steps, shape, (stride[0], *stride), steps.storage_offset())

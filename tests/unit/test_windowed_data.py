@@ -328,7 +328,7 @@ def test_fields_that_differ_in_their_steps_are_refused(tmp_path: Path) -> None:
         rows, store_dir=tmp_path, variable={"a": Windows(4, 1), "b": Windows(4, 1)}
     )
     data.prepare_data()
-    with pytest.raises(ValueError, match="up to row 3, field 'b' has other steps"):
+    with pytest.raises(ValueError, match="up to row 3, field 'b'"):
         data.setup("fit")
 
 

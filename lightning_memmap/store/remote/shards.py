@@ -1,9 +1,9 @@
-"""Shards of a store at a URL, fetched into files here and compared with their checksums.
+"""Shards of a store at a URL, downloaded into local files and compared with their checksums.
 
-The files here have the sizes of the whole ones. What was not fetched is a hole in them, and must
-not be read. A file beside them, `RECORDS`, has an int64 for each shard of each field: its bytes (at
-least 1) once they are on the disk, the negative of that when somebody means to fetch them, and 0
-before. A fetch that was interrupted goes on with the next shard.
+The local files are sparse and have their full sizes. Shards that are not downloaded are holes,
+which must not be read. The file `RECORDS` in the same directory has an int64 for each shard of each
+field: its size in bytes (at least 1) once it is on the disk, minus its size while it is reserved
+for a download, and 0 before. An interrupted download resumes with the next shard.
 """
 
 import fcntl
@@ -33,34 +33,37 @@ from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.files import RemoteFiles, UnreachableError
 from lightning_memmap.store.workers import threads
 
-#: A pull needs it until its store is in place.
+#: The name of the records. A pull keeps them until its store is committed.
 RECORDS = "shards" + TEMPORARY
-#: Shards that are fetched at once.
+#: Shards that are downloaded at once.
 _NUM_THREADS = 8
-#: Bytes of one read. A connection that breaks costs one.
+#: Bytes of one read, which is repeated if a connection breaks.
 _READ_BYTES = 8 * 2**20
-#: Some libraries try for as long to connect, and then everybody has waited enough.
+#: How long to wait for a manifest: as long as some libraries try to connect.
 _PATIENCE_S = 5.0
 _log = logging.getLogger(__name__)
 
 
 class RemoteShards:
-    """The shards of one store at a URL, fetched into the files of a directory.
+    """The shards of one store at a URL, downloaded into the files of a directory.
 
-    They are numbered field by field, in the order of the schema.
+    They are numbered field by field, in the order of the schema: shard ``s`` of field ``f`` has the
+    number ``f * C + s``.
     """
 
     def __init__(self, files: RemoteFiles, manifest: Manifest, directory: Path) -> None:
-        self.files, self.manifest = files, manifest
-        opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, opened)
-        #: The directory, whatever its name leads to by now.
-        self.directory = Path(f"/proc/self/fd/{opened}")
+        self.files = files
+        self.manifest = manifest
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(directory, flags)
+        weakref.finalize(self, os.close, descriptor)
+        #: The directory by its descriptor: the path may have been replaced.
+        self.directory = Path(f"/proc/self/fd/{descriptor}")
         self._records = open_plain(self.directory / RECORDS)
         weakref.finalize(self, os.close, self._records)
 
     def numbers(self, fields: Sequence[int], shards: Sequence[int] | Integers) -> Integers:
-        """The numbers of shards of fields, which are given by their place in the schema."""
+        """Return the numbers of shards of fields, from the indices of the fields in the schema."""
         firsts = np.array(fields, np.int64) * self.manifest.num_shards
         return (np.asarray(shards, np.int64)[:, None] + firsts).ravel()
 
@@ -74,25 +77,25 @@ class RemoteShards:
         return np.maximum(sizes.ravel(), 1)
 
     def records(self, first: int = 0, count: int | None = None) -> Integers:
-        """What is here of each shard, int64: see above."""
+        """Read the records of shards, int64 of shape (count,); see above."""
         count = len(self.manifest.columns) * self.manifest.num_shards if count is None else count
         data = os.pread(self._records, 8 * count, 8 * first)
         if len(data) < 8 * count:
             raise StoreError(
-                f"what was fetched of {self.files.url} is not known any more: somebody has changed"
-                " its files on this machine; open the store again"
+                f"the records of the shards of {self.files.url} were truncated by another program."
+                " Open the store again."
             )
         return np.frombuffer(data, np.int64)
 
     def record(self, numbers: Iterable[int], *, sign: int) -> None:
-        """Record that shards are here (1), are to be fetched (-1), or are not here (0)."""
+        """Record that shards are downloaded (1), are reserved (-1), or neither (0)."""
         with closing(OpenFiles(f"{self.directory}/.")) as files:
             for number in numbers:
                 data = struct.pack("q", sign * int(self.num_bytes[number]))
                 write_all(files.open(RECORDS), memoryview(data), 8 * number)
 
     def missing(self, numbers: Integers) -> Integers:
-        """Those of some shards that are not here."""
+        """Return which of some shards are not downloaded."""
         missing: Integers = numbers[self.records()[numbers] <= 0]
         return missing
 
@@ -105,13 +108,19 @@ class RemoteShards:
         note: Callable[[], None] | None = None,
         stop: Event | None = None,
     ) -> None:
-        """Fetch shards, several at once, and show the progress unless it is hidden.
+        """Download shards, several at once.
 
-        With ``note``, which is called after each of them, they come in their order.
+        Args:
+            numbers: Their numbers. Without ``note``, they are downloaded in random order.
+            what: Label of the progress bar.
+            hidden: Whether to show no progress bar.
+            note: Called after each shard.
+            stop: Set to cancel the download.
         """
-        order, stop = numbers.tolist(), stop or Event()
+        order = numbers.tolist()
+        stop = stop or Event()
         if note is None:
-            # In another order than other processes that fetch the same, to share the work.
+            # Processes that download the same shards share the work.
             order = random.Random(os.getpid()).sample(order, len(order))
         num_bytes = int(self.num_bytes[order].sum())
         with (
@@ -119,8 +128,8 @@ class RemoteShards:
             threads(min(_NUM_THREADS, max(1, len(order)))) as pool,
         ):
             try:
-                fetched = [pool.submit(self._fetch, number, advance, stop) for number in order]
-                for future in as_completed(fetched):
+                futures = [pool.submit(self._fetch, number, advance, stop) for number in order]
+                for future in as_completed(futures):
                     future.result()
                     if note is not None:
                         note()
@@ -130,23 +139,23 @@ class RemoteShards:
 
     def _fetch(self, number: int, advance: Callable[[int], None], stop: Event) -> None:
         with closing(OpenFiles(f"{self.directory}/.")) as files:
-            # Others who fetch this shard wait. The lock is of this descriptor, not of the process:
-            # threads wait for each other too.
+            # Others who download this shard wait. The lock belongs to this descriptor, not to the
+            # process, so that threads wait for each other too.
             lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 8 * number, 8, 0)
             fcntl.fcntl(files.open(RECORDS), fcntl.F_OFD_SETLKW, lock)
             if self._is_here(number):
                 return
 
             def receive(file: str, start: int, data: bytes) -> None:
-                # A program waits for these threads at its end.
+                # A program cannot exit before these threads end.
                 if stop.is_set() or not main_thread().is_alive():
                     raise CancelledError
                 write_all(files.open(file), memoryview(data), start)
                 advance(len(data))
 
             for chunk in self._chunks(number):
-                # Twice: the bytes may have changed on their way.
-                if not any(self._is_right(number, chunk, receive) for _ in range(2)):
+                # Try twice: the bytes may have been changed by the network.
+                if not any(self._is_intact(number, chunk, receive) for _ in range(2)):
                     raise self._damaged(number)
             field, shard = divmod(number, self.manifest.num_shards)
             for name, first, data in self.manifest.columns[field].edge_bytes(shard):
@@ -155,20 +164,20 @@ class RemoteShards:
             self.record([number], sign=1)
 
     def damaged_chunks(self, number: int, advance: Callable[[int], None]) -> list[Chunk]:
-        """Compare a shard, here or at its server, with its checksums: return what differs."""
+        """Return the chunks of a shard, here or on the server, that don't match their checksums."""
 
         def receive(file: str, start: int, data: bytes) -> None:
             advance(len(data))
 
         is_here = self._is_here(number)
         chunks = self._chunks(number)
-        damaged = [chunk for chunk in chunks if not self._is_right(number, chunk, receive)]
+        damaged = [chunk for chunk in chunks if not self._is_intact(number, chunk, receive)]
         if is_here and damaged:
             self.record([number], sign=0)
         return damaged
 
     def read_index(self, field: int) -> Integers:
-        """Read the index of a field whose rows differ in length, and compare its checksums."""
+        """Read the index of a field whose rows differ in length, int64, and check its checksums."""
         column = self.manifest.columns[field]
         assert isinstance(column, RaggedColumn)
 
@@ -185,7 +194,7 @@ class RemoteShards:
         data = list[bytes]()
         for _ in range(2):
             data.clear()
-            if self._is_right(number, chunk, lambda file, start, some: data.append(some)):
+            if self._is_intact(number, chunk, lambda file, start, read: data.append(read)):
                 return b"".join(data)
         raise self._damaged(number)
 
@@ -196,12 +205,15 @@ class RemoteShards:
     def _is_here(self, number: int) -> bool:
         return bool(self.records(number, 1)[0] > 0)
 
-    def _is_right(
+    def _is_intact(
         self, number: int, chunk: Chunk, receive: Callable[[str, int, bytes], None]
     ) -> bool:
-        """Compare a chunk with its checksum. It is an error where its store was replaced.
+        """Compare a chunk with its checksum. Raises if the store on the server was replaced.
 
-        ``receive`` is called with the file, the first byte and the data of each read.
+        Args:
+            number: The number of the shard.
+            chunk: The chunk.
+            receive: Called with the file, the first byte and the data of each read.
         """
         digest = xxhash.xxh3_64()
         is_here = self._is_here(number)
@@ -215,7 +227,7 @@ class RemoteShards:
             if error := self.changed():
                 raise error
             _log.warning(
-                "%s: bytes %s to %s are not those of their checksum",
+                "%s: bytes %s to %s don't match their checksum",
                 self.files.url / self.manifest.generation / chunk.file,
                 chunk.start,
                 chunk.stop,
@@ -223,7 +235,7 @@ class RemoteShards:
         return False
 
     def _read(self, name: str, start: int, stop: int, is_here: bool) -> bytes:
-        """Read bytes of a file: from here, or from its server."""
+        """Read bytes of a file, here or on the server."""
         if is_here:
             with open(open_plain(self.directory / name), "rb", buffering=0) as file:
                 return os.pread(file.fileno(), stop - start, start)
@@ -232,13 +244,12 @@ class RemoteShards:
             return self.files.read(at, start, stop)
         except StoreNotFoundError as error:
             raise self.changed() or StoreError(
-                f"the store at {self.files.url} is not whole: {at} is missing there, which its"
-                " manifest names: push the store again, with overwrite=True, or let its owner"
-                " restore the file"
+                f"the store at {self.files.url} lacks the file {at} of its manifest. Push the store"
+                " again, with overwrite=True, or ask its owner to restore the file."
             ) from error
 
     def changed(self) -> MemmapError | None:
-        """What has become of the store since its manifest was read; None where it is the same."""
+        """Make an error if the store on the server has changed since its manifest was read."""
         url = self.files.url
         try:
             if read_manifest(self.files) == self.manifest:
@@ -246,40 +257,40 @@ class RemoteShards:
         except UnreachableError as error:
             return error
         except StoreNotFoundError:
-            return StoreNotFoundError(f"the store at {url} was removed meanwhile")
+            return StoreNotFoundError(f"the store at {url} was removed")
         except StoreError:
             pass
-        return StoreError(f"the store at {url} was replaced meanwhile: open it again")
+        return StoreError(f"the store at {url} was replaced: open it again")
 
     def _damaged(self, number: int) -> MemmapError:
-        """The error for a shard of other bytes than those that its manifest tells."""
+        """Make the error for a shard that doesn't match its checksum."""
         field, shard = divmod(number, self.manifest.num_shards)
         return self.changed() or StoreError(
-            f"the store at {self.files.url} is damaged: the bytes of field"
-            f" {self.manifest.columns[field].field.name!r}, shard {shard} are not those of its"
-            " checksum: check the store that was pushed (`lightning-memmap store verify`), and push"
-            " it again, with overwrite=True"
+            f"the store at {self.files.url} is damaged: field"
+            f" {self.manifest.columns[field].field.name!r}, shard {shard} doesn't match its"
+            " checksum. Check the store that was pushed with `lightning-memmap store verify`, and"
+            " push it again, with overwrite=True."
         )
 
 
 def read_manifest(files: RemoteFiles) -> Manifest:
-    """Read the manifest of a store from its server. A damaged one is a StoreError."""
+    """Read the manifest of a store from its server. Raises StoreError if it is damaged."""
     try:
         data = files.read(MANIFEST, 0, MAX_MANIFEST_BYTES + 1, patience_s=_PATIENCE_S)
     except StoreNotFoundError as error:
         raise StoreNotFoundError(
-            f"no store at {files.url}: {str(error).rstrip('.')}: build it in a directory, and"
-            f" push it with `lightning-memmap store push DIRECTORY {files.url}`"
+            f"no store at {files.url}: {str(error).rstrip('.')}. Build it in a directory, and push"
+            f" it with `lightning-memmap store push DIRECTORY {files.url}`."
         ) from error
     return Manifest.decode(data, str(files.url))
 
 
 def copy_name(manifest: Manifest, replaced: bytes | None = None) -> str:
-    """The name of the generation of a copy, which is the same when the copy is begun again."""
+    """Name the generation of a copy, so that an interrupted copy can be resumed."""
     return f"g-{hashlib.sha256(manifest.encode() + (replaced or b'')).hexdigest()[:16]}"
 
 
 def make_records(directory: Path, manifest: Manifest) -> None:
-    """Record in a directory that no shard of a store is there yet."""
+    """Write the records of a directory that contains no shard of a store yet."""
     with open(directory / RECORDS, "xb") as file:
         file.truncate(8 * len(manifest.columns) * manifest.num_shards)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_memmap.loading import memory
 from lightning_memmap.loading.buffers import empty_buffers
-from lightning_memmap.loading.memory import Columns, Memory, Places
+from lightning_memmap.loading.memory import Columns, Memory, SlotMap
 from lightning_memmap.placement.plan import Residency
 from lightning_memmap.store import Store
 from tests.rows import CPU, StridedRows, cpus, epoch_rows, joined, loader_over, pool_of, split_with
@@ -30,7 +30,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def resident(tensors: list[Tensor]) -> Memory:
     """Rows in memory, of one shard, in the order of an epoch."""
-    return Memory(Columns(tensors, CPU), Places(pool_of(len(tensors[0]), 1), np.array([0])))
+    return Memory(Columns(tensors, CPU), SlotMap(pool_of(len(tensors[0]), 1), np.array([0])))
 
 
 def raw(tensor: Tensor) -> bytes:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_memmap.loading import memory
-from lightning_memmap.loading.memory import Places
+from lightning_memmap.loading.memory import SlotMap
 from lightning_memmap.sampling import Pool, Sampler, ShuffledSampler, Weighted
 from lightning_memmap.sampling.rows import Integers, JoinedRows, Rows, Shards, StoreRows
 from tests.rows import StridedRows
@@ -21,7 +21,7 @@ def moved(locations: Integers) -> Integers:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Places, Sampler]:
+def cases(draw: st.DrawFn) -> tuple[SlotMap, Sampler]:
     num_rows, num_shards = draw(st.integers(12, 90)), draw(st.integers(1, 6))
     stored = StoreRows(Shards(num_rows, num_shards))
     kind = draw(st.sampled_from(["chosen", "strided", "striped", "joined", "weighted"]))
@@ -44,14 +44,14 @@ def cases(draw: st.DrawFn) -> tuple[Places, Sampler]:
         sampler = Weighted(weights, 50).make(pool, seed, fields)
     pool = sampler.pool
     if kind == "joined":
-        return Places(pool, None, moved), sampler
-    return Places(pool, pool.file_starts), sampler
+        return SlotMap(pool, None, moved), sampler
+    return SlotMap(pool, pool.file_starts), sampler
 
 
 @given(cases(), st.integers(0, 3), st.data())
 @settings(max_examples=25)
 def test_rows_are_found_where_they_lie_with_a_table_or_without(
-    case: tuple[Places, Sampler], epoch: int, data: st.DataObject
+    case: tuple[SlotMap, Sampler], epoch: int, data: st.DataObject
 ) -> None:
     found_at, sampler = case
     begin = data.draw(st.integers(0, sampler.num_positions))
@@ -59,7 +59,7 @@ def test_rows_are_found_where_they_lie_with_a_table_or_without(
     rows = sampler.dataset_rows(epoch, positions)
     every = found_at.pool.rows
     expected = (StoreRows(every.shards) if isinstance(every, StoreRows) else every).file_rows(rows)
-    expected = found_at.moved(expected)
+    expected = found_at.slots_of_file_rows(expected)
     found = found_at.locate(sampler, epoch, positions)
     assert found.dtype == np.int64
     assert found.tolist() == expected.tolist()

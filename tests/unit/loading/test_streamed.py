@@ -67,7 +67,7 @@ class TestRows:
         store = numbered_store(181, 24)
         split = make_split(store, residency="stream", window=3)
         loader = loader_over(store, split, 4, shuffle=True, shuffle_block=5)
-        with pytest.raises(ValueError, match=r"residency='stream'.* 72 at most"):
+        with pytest.raises(ValueError, match=r"residency='stream'.* 72 "):
             next(iter(loader))
         smaller = loader_over(store, split, 4, shuffle=True, shuffle_block=2)
         assert sorted(joined(epoch_rows(smaller))) == list(range(181))
@@ -192,7 +192,7 @@ class TestFailures:
         steps = iter(loader)
         next(steps)
         os.truncate(store.files / "pad.memmap", 600_001)
-        with pytest.raises(StoreError, match=r"pad\.memmap has 600001 bytes, .* cut short"):
+        with pytest.raises(StoreError, match=r"pad\.memmap has 600001 bytes"):
             list(steps)
         assert not reading_threads()
         # It does not go on with other rows.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_memmap.errors import PlacementError
-from lightning_memmap.loading.memory import Places
+from lightning_memmap.loading.memory import SlotMap
 from lightning_memmap.loading.split import largest_block_bytes
 from lightning_memmap.loading.stream import LOOKUP_BYTES, Stream, StreamMemory, largest_block
 from lightning_memmap.placement.plan import plan_placement
@@ -78,7 +78,7 @@ class TestMemory:
             every = StridedRows(0, 2).among(every)
         pool = Pool.of(every, num_shards)
         held = list(range(0, num_shards, 2))
-        places = Places(pool, pool.file_starts)
+        places = SlotMap(pool, pool.file_starts)
         sampler, found = ShuffledSampler(pool, seed, window), [0]
         most = largest_block(rows, places, held, Blocks(sampler))
         for epoch in range(4):
@@ -104,7 +104,7 @@ class TestMemory:
         column = store.column("x")
         assert isinstance(column, ItemRows)
         windows = Blocks(ShuffledSampler(pool, 0, 100))
-        largest = largest_block(column, Places.in_store(store, pool), range(4), windows)
+        largest = largest_block(column, SlotMap.in_store(store, pool), range(4), windows)
         assert 19 * 2**16 < largest < 20 * 2**16
         split = make_split(store, residency="stream", window=100)
         (source,) = split.sources

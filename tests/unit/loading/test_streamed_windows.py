@@ -58,7 +58,7 @@ def test_stretches_have_the_windows_of_a_run_and_no_window_more_steps_than_the_l
     windows, line = Blocks(order), pool.rows
     assert isinstance(line, WindowedRows)
     most = largest_block_steps(held, windows)
-    series: Any = SimpleNamespace(line=line, shifts=np.zeros(len(line.counts), np.int64))
+    series: Any = SimpleNamespace(windows=line, shifts=np.zeros(len(line.counts), np.int64))
     for number in range(len(windows)):
         begins, lengths = located_steps(series, np.array(held), windows, 1, number)
         firsts, counts = begins // line.stride, (lengths[:, 0] - line.length) // line.stride + 1
