@@ -12,7 +12,7 @@ from lightning_memmap.errors import MemmapError, StoreNotFoundError
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store, verify_store
 from lightning_memmap.store.directory import unknown_files
-from lightning_memmap.store.places import place_of
+from lightning_memmap.store.paths import path_or_url
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.tables import make_table, printable, text
 
@@ -107,7 +107,7 @@ def verify(path: str) -> int:
 def _verify_store(store: Store) -> bool:
     """Print the result for one store, and return whether it is damaged."""
     location = store.location
-    is_local = isinstance(place_of(location), Path)
+    is_local = isinstance(path_or_url(location), Path)
     with show_progress("verifying", sum(store.manifest.file_bytes.values()), 1) as advance:
         damages = verify_store(location, advance=advance)
     for damage in damages:

@@ -10,7 +10,7 @@ from lightning_memmap.commands.store_options import (
     print_line,
 )
 from lightning_memmap.store import pull_store, push_store
-from lightning_memmap.store.places import store_directory
+from lightning_memmap.store.paths import store_directory
 
 
 def make_push_parser() -> BriefParser:

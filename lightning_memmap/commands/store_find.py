@@ -9,14 +9,14 @@ from lightning_memmap.errors import MemmapError, StoreNotFoundError, nearest_fil
 from lightning_memmap.store import Store, open_store
 from lightning_memmap.store.building import unfinished_build
 from lightning_memmap.store.manifest import MANIFEST
-from lightning_memmap.store.places import StoreUrl, place_of
+from lightning_memmap.store.paths import StoreUrl, path_or_url
 from lightning_memmap.store.remote.files import RemoteFiles
 from lightning_memmap.tables import printable
 
 
 def find_stores(path: str) -> dict[str, Path | StoreUrl]:
     """Find a store, by an empty name, or the stores up to two levels below, by relative path."""
-    location = place_of(path)
+    location = path_or_url(path)
     if isinstance(location, StoreUrl):
         names = RemoteFiles(location).stores()
         return {name: location / name if name else location for name in names}
@@ -40,7 +40,7 @@ def find_stores(path: str) -> dict[str, Path | StoreUrl]:
 
 def find_unfinished(path: str) -> dict[str, str]:
     """Describe the unfinished builds at a path or below it, by path of the store."""
-    location = place_of(path)
+    location = path_or_url(path)
     if isinstance(location, StoreUrl):
         return {}
     directory = Path(os.path.realpath(location))

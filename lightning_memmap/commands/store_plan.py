@@ -28,7 +28,7 @@ from lightning_memmap.commands.store_rates import (
 )
 from lightning_memmap.host_memory import available_bytes
 from lightning_memmap.store.directory import is_store
-from lightning_memmap.store.places import store_directory
+from lightning_memmap.store.paths import store_directory
 
 _PATH_HELP = (
     "Directory of a store, or of one store per split. With --dataset or --row_bytes, the directory"

@@ -57,7 +57,7 @@ from lightning_memmap.sampling.schedule import SkippedSteps
 from lightning_memmap.sampling.selection import Selection, Subset
 from lightning_memmap.store import Store
 from lightning_memmap.store.growing import BackgroundBuild
-from lightning_memmap.store.places import StoreUrl
+from lightning_memmap.store.paths import StoreUrl
 
 if TYPE_CHECKING:
     AnyDataset: TypeAlias = Dataset[Any] | Iterable[Any]

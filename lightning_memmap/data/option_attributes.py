@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar, overload
 
 from lightning_memmap.data.options import OPTIONS, DataOptions
 from lightning_memmap.sampling.selection import Selection, Subset
-from lightning_memmap.store.places import StoreUrl
+from lightning_memmap.store.paths import StoreUrl
 
 T = TypeVar("T")
 

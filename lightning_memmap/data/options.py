@@ -19,7 +19,7 @@ from lightning_memmap.sampling.selection import Selection, Subset
 from lightning_memmap.schema.forms import Form, read_forms
 from lightning_memmap.store.identity import check_given
 from lightning_memmap.store.manifest import check_num_shards
-from lightning_memmap.store.places import StoreUrl, place_of
+from lightning_memmap.store.paths import StoreUrl, path_or_url
 from lightning_memmap.store.workers import check_num_workers
 
 P = ParamSpec("P")
@@ -284,7 +284,7 @@ def _no_split(argument: str, split: str, splits: Iterable[str]) -> ValueError:
 def _directory(store_dir: object) -> Path | StoreUrl:
     if not isinstance(store_dir, (str, Path)) or not str(store_dir):
         raise TypeError(f"store_dir={store_dir!r}: must be the path of a directory, or a URL")
-    return place_of(store_dir)
+    return path_or_url(store_dir)
 
 
 #: The names of all options.

@@ -31,7 +31,7 @@ from lightning_memmap.store.building import unfinished_build
 from lightning_memmap.store.directory import is_store, stores_within
 from lightning_memmap.store.growing import open_growing
 from lightning_memmap.store.joined import JoinedStore
-from lightning_memmap.store.places import StoreUrl, place_of
+from lightning_memmap.store.paths import StoreUrl, path_or_url
 from lightning_memmap.store.recognition import check_dataset
 from lightning_memmap.store.remote.cache import RemoteStore
 from lightning_memmap.store.sources.stream import is_stream
@@ -71,7 +71,7 @@ class SplitStores:
         if "{member}" not in text:
             return self.options.store_dir
         member = member_of(self.options, self.strategy, f"store_dir={text!r}")
-        return place_of(text.replace("{member}", str(member)))
+        return path_or_url(text.replace("{member}", str(member)))
 
     def stored_split(self, split: str) -> str:
         """Return the split whose store holds the rows of a split, such as ``train`` for a fold."""

@@ -35,7 +35,7 @@ from lightning_memmap.store.directory import PARTS, StoreDirectory, check_free, 
 from lightning_memmap.store.files import is_there
 from lightning_memmap.store.identity import Fingerprint, check_given
 from lightning_memmap.store.manifest import Manifest, are_class_names, check_num_shards
-from lightning_memmap.store.places import store_directory
+from lightning_memmap.store.paths import store_directory
 from lightning_memmap.store.progress import ShowProgress, show_progress
 from lightning_memmap.store.recognition import recognise
 from lightning_memmap.store.samples import Probes, probe_rows, take_probes

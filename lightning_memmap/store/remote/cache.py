@@ -37,7 +37,7 @@ from lightning_memmap.store.checksums import merge_chunks
 from lightning_memmap.store.files import check_plain, open_plain, read_plain
 from lightning_memmap.store.manifest import MAX_MANIFEST_BYTES, Manifest
 from lightning_memmap.store.open_columns import ItemRows
-from lightning_memmap.store.places import CACHE, StoreUrl, cache_directory, place_of
+from lightning_memmap.store.paths import CACHE, StoreUrl, cache_directory, path_or_url
 from lightning_memmap.store.remote.files import OFFLINE, RemoteFiles, UnreachableError, is_offline
 from lightning_memmap.store.remote.shards import (
     RECORDS,
@@ -88,7 +88,7 @@ def open_store(path: str | Path) -> Store:
             wrong size, or cannot be read; or the URL cannot be reached.
         ValueError: No installed library supports the protocol of the URL.
     """
-    location = place_of(path)
+    location = path_or_url(path)
     if isinstance(location, StoreUrl):
         return RemoteStore(location)
     try:

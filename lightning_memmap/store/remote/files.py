@@ -20,7 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError, describe_error
 from lightning_memmap.store.manifest import MANIFEST
-from lightning_memmap.store.places import StoreUrl
+from lightning_memmap.store.paths import StoreUrl
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from lightning_memmap.store.manifest import (
     MAX_MANIFEST_BYTES,
     Manifest,
 )
-from lightning_memmap.store.places import StoreUrl, place_of, store_directory
+from lightning_memmap.store.paths import StoreUrl, path_or_url, store_directory
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.files import RemoteFiles
 from lightning_memmap.store.remote.shards import (
@@ -153,7 +153,7 @@ def pull_store(
 
 
 def _url(given: str) -> StoreUrl:
-    place = place_of(given)
+    place = path_or_url(given)
     if not isinstance(place, StoreUrl):
         raise ValueError(f"url={given!r}: give one like s3://bucket/stores/train")
     return place

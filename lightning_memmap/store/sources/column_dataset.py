@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, SchemaError, describe_error, with_article
 from lightning_memmap.schema.kinds import is_missing
-from lightning_memmap.store.places import local_path
+from lightning_memmap.store.paths import local_path
 from lightning_memmap.store.sources.column import TableColumn
 
 #: By library and class, the method that makes a table of what is computed or read only then. Other

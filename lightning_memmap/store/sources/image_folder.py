@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from lightning_memmap.images import EXTENSIONS, ImageError, decode_image, parse_decoding
-from lightning_memmap.store.places import local_path
+from lightning_memmap.store.paths import local_path
 
 
 class ImageFolder(Dataset[dict[str, Any]]):

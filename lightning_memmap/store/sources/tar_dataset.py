@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, describe_error
 from lightning_memmap.images import decode_image, parse_decoding
-from lightning_memmap.store.places import local_path
+from lightning_memmap.store.paths import local_path
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.sources.tar_index import (
     TarIndices,

@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, StoreError, describe_error
 from lightning_memmap.store.files import TEMPORARY, read_plain
-from lightning_memmap.store.places import cache_directory
+from lightning_memmap.store.paths import cache_directory
 
 #: The key of a sample and the ending of a member: everything up to, and after, the first dot of
 #: the name without its folders.

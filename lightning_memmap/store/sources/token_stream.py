@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from lightning_memmap.errors import check_integer, check_number
 from lightning_memmap.schema.forms import Windows
-from lightning_memmap.store.places import local_path
+from lightning_memmap.store.paths import local_path
 
 
 class TokenStream(Dataset[dict[str, NDArray[Any]]]):

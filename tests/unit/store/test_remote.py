@@ -36,7 +36,7 @@ from lightning_memmap.store import (
     push_store,
     verify_store,
 )
-from lightning_memmap.store.places import StoreUrl
+from lightning_memmap.store.paths import StoreUrl
 from lightning_memmap.store.remote import shards
 from lightning_memmap.store.remote.cache import DIRECTORY, LIMIT, RemoteStore
 from lightning_memmap.store.remote.files import RemoteFiles

@@ -23,7 +23,7 @@ from torch.utils.data import Subset
 from lightning_memmap import MemmapDataModule, TarDataset, build_store
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.store import TarStream, verify_store
-from lightning_memmap.store.places import CACHE
+from lightning_memmap.store.paths import CACHE
 from lightning_memmap.store.sources import tar_index
 from tests.datasets import EncodedImages, encoded, plain
 
