@@ -26,7 +26,7 @@ ON_PURPOSE = {
     "IndependentStrategy": {"_configure_launcher", "_launcher"},
     "OneNode": {"_configure_launcher"},
     "OneProcess": {"_configure_launcher"},
-    "RowWeighted": {"_configure_launcher"},
+    "SeveralProcesses": {"_configure_launcher"},
 }
 
 

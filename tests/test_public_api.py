@@ -72,7 +72,7 @@ SIGNATURES = {
         data_devices=None, **kwargs
     """,
     LocalModelParallelStrategy: """
-        num_microbatches=1, **kwargs
+        data_devices=None, **kwargs
     """,
     SuperBatchDDPStrategy: """
         data_devices_per_process=1, root_holds_data=True, **kwargs

@@ -1,16 +1,13 @@
 """Private names around DDP, and of process groups."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
-
-def ignore_in_ddp(module: Any, names: Iterable[str]) -> None:
-    """Let DDP send none of these parameters and buffers of a module."""
-    name = "_ddp_params_and_buffers_to_ignore"
-    setattr(module, name, {*getattr(module, name, ()), *names})
+#: The attribute of a module that names the parameters and buffers which DDP ignores.
+IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 
 
 def ddp_option(strategy: Any, name: str, default: Any) -> Any:
@@ -20,7 +17,7 @@ def ddp_option(strategy: Any, name: str, default: Any) -> Any:
 
 @contextmanager
 def ddp_options(strategy: Any, **options: Any) -> Iterator[None]:
-    """Let a strategy pass other options to DDP within the context."""
+    """Override options that a strategy passes to DDP within the context."""
     before = getattr(strategy, "_ddp_kwargs", {})
     strategy._ddp_kwargs = {**before, **options}
     try:
@@ -35,6 +32,6 @@ def begin_static_graph(strategy: Any) -> None:
 
 
 def rendezvous_store() -> Any:
-    """Return the store by which the processes of the default group met; None where nobody knows."""
+    """Return the store by which the processes of the default group met; None if unknown."""
     module = getattr(dist, "distributed_c10d", None)
     return getattr(module, "_get_default_store", lambda: None)()

@@ -1,4 +1,4 @@
-"""Private names of torch.compile, none of which imports it."""
+"""Private names of torch.compile, used without importing it."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -8,12 +8,12 @@ from torch import nn
 
 
 def compiler_context(module: Any) -> Mapping[str, Any]:
-    """Return what Lightning keeps of a module that torch.compile was given; empty for others."""
+    """Return what Lightning keeps of a module that was compiled; empty for other modules."""
     return getattr(module, "_compiler_ctx", None) or {}
 
 
 def original_function(function: Callable[..., Any]) -> Any:
-    """Return the function that torch.compile was given, however often it was compiled."""
+    """Return the function that was compiled, however often it was compiled."""
     if (innermost := _from_dynamo("innermost_fn")) is not None:
         return innermost(function)
     while (wrapped := getattr(function, "_torchdynamo_orig_callable", None)) is not None:
@@ -22,14 +22,14 @@ def original_function(function: Callable[..., Any]) -> Any:
 
 
 def original_backend(backend: Any) -> Any:
-    """Return the backend that torch.compile was given, without its wrappers."""
+    """Return the backend passed to torch.compile, without its wrappers."""
     while (wrapped := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
         backend = wrapped
     return backend
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module was compiled by itself, in place or as a wrapper around it."""
+    """Return whether a module was compiled by itself, in place or as a wrapper around it."""
     if getattr(module, "_compiled_call_impl", None) is not None:
         return True
     wrapper = _from_dynamo("OptimizedModule")

@@ -1,4 +1,4 @@
-"""Private names of FSDP2: what a sharded module holds beside its parameters."""
+"""Private names of FSDP2: the state of a sharded module apart from its parameters."""
 
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -12,33 +12,33 @@ def _states(units: Iterable[Any]) -> list[Any]:
 
 
 def _parameters(units: Iterable[Any]) -> list[Any] | None:
-    """The parameters of units as FSDP2 knows them; None where its names are others."""
+    """Return FSDP2's records of the parameters of units; None if its private names have changed."""
     try:
-        found: list[Any] = []
+        params: list[Any] = []
         for state in _states(units):
             # Older versions have one group.
             groups = getattr(state, "_fsdp_param_groups", None)
             for group in [state._fsdp_param_group] if groups is None else groups:
-                found += [] if group is None else group.fsdp_params
-        return found
+                params += [] if group is None else group.fsdp_params
+        return params
     except AttributeError:
         return None
 
 
 def is_gathered_otherwise(unit: nn.Module) -> bool:
-    """Whether a parameter of a unit has been frozen or thawed since it was gathered."""
+    """Return whether a parameter of a unit has been frozen or thawed since it was gathered."""
     params = _parameters([unit])
     if params is None:
         return True
     for param in params:
-        gathered, sharded = getattr(param, "_unsharded_param", None), param.sharded_param
-        if gathered is not None and gathered.requires_grad != sharded.requires_grad:
+        gathered = getattr(param, "_unsharded_param", None)
+        if gathered is not None and gathered.requires_grad != param.sharded_param.requires_grad:
             return True
     return False
 
 
 def can_keep_gradients(units: Iterable[Any]) -> bool:
-    """Whether the gradients that FSDP2 has not reduced yet can be dropped, and reduced later."""
+    """Return whether gradients that FSDP2 has not reduced yet can be dropped, and reduced later."""
     params = _parameters(units)
     return (
         params is not None
@@ -68,7 +68,7 @@ def reduce_kept_gradients(units: Iterable[Any]) -> None:
 
 
 def forget_interrupted_step(units: Iterable[Any]) -> None:
-    """Let sharded modules forget a step that an exception has ended."""
+    """Reset sharded modules after a step that an exception has ended."""
     for unit in units:
         (state,) = _states([unit])
         # Older versions have no such method.

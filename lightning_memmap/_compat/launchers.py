@@ -1,4 +1,4 @@
-"""Private names of Lightning around processes, and of what a Trainer writes."""
+"""Private names of Lightning around processes, and around the outputs of a Trainer."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ from lightning_memmap._compat.required import REQUIRED, missing
 
 
 class _NoLauncher:
-    """Takes the place of a base class that a version of Lightning lacks; see `required`."""
+    """A stand-in for a base class that a version of Lightning lacks; see `required`."""
 
 
 #: The Trainer forwards its signals to the processes of this class of launchers, ``procs``.
@@ -38,7 +38,7 @@ def _current_directory() -> str | None:
         return None
 
 
-#: Where the program began, unless it had changed its directory before this import.
+#: The directory in which the program started, unless it changed it before this import.
 _BEGAN_IN = _current_directory()
 
 
@@ -52,7 +52,7 @@ def script_command(suffix: str) -> tuple[list[str], str | None]:
     directory = _BEGAN_IN
     options: list[str] = []
     if (job := _hydra_config()) is not None:
-        # With hydra.job.chdir=true Hydra has changed the directory before it called the program.
+        # With hydra.job.chdir=true, Hydra changes the directory before it calls the program.
         directory = job.runtime.cwd
         options = [
             # All processes of a job have one output directory.
@@ -72,7 +72,7 @@ def script_command(suffix: str) -> tuple[list[str], str | None]:
 
 
 def _hydra_config() -> Any:
-    """The part of Hydra's config about the job that this program is; None without Hydra."""
+    """Return the part of Hydra's config about this job; None without Hydra."""
     core = sys.modules.get("hydra.core.hydra_config")
     if core is None or not core.HydraConfig.initialized():
         return None
@@ -80,13 +80,13 @@ def _hydra_config() -> Any:
 
 
 def _quoted(value: str) -> str:
-    """A text as Hydra's grammar of overrides reads it."""
+    """Quote a text for Hydra's grammar of overrides."""
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
 
 
 def share_threads(num_processes: int) -> None:
-    """Let torch use this process's part of the CPU, unless OMP_NUM_THREADS is set."""
+    """Limit torch to this process's share of the CPU, unless OMP_NUM_THREADS is set."""
     if (share := getattr(distributed, "_set_num_threads_if_needed", None)) is not None:
         share(num_processes)
     elif "OMP_NUM_THREADS" not in os.environ:
@@ -97,7 +97,7 @@ def share_threads(num_processes: int) -> None:
 
 def move_outputs(trainer: Any, folder: str) -> None:
     """Redirect everything that a Trainer writes to folders of this name. Idempotent."""
-    # None of these has a public setter.
+    # There are no public setters.
     _move(trainer, "_default_root_dir", folder)
     for logger in trainer.loggers:
         if isinstance(logger, (CSVLogger, TensorBoardLogger)):
@@ -119,6 +119,6 @@ def _move(owner: Any, name: str, folder: str) -> None:
 
 
 def _below(directory: str | os.PathLike[str], folder: str) -> str:
-    """The path of a folder in a directory; the directory itself if it is in such a folder."""
+    """Return the path of a folder in a directory, or a directory that is in such a folder."""
     path = os.fspath(directory)
     return path if folder in PurePath(path).parts else os.path.join(path, folder)

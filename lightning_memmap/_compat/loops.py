@@ -12,18 +12,18 @@ from typing_extensions import override
 WEIGHT_AVERAGING: tuple[type[L.Callback], ...] = tuple(
     getattr(callbacks, name) for name in ("WeightAveraging",) if hasattr(callbacks, name)
 )
-#: Without it, prediction writers are given no rows.
+#: Without it, prediction writers receive no rows.
 _SAMPLER: Any = getattr(distributed, "_IndexBatchSamplerWrapper", object)
 
 
 def copy_hyperparameters(source: L.LightningDataModule, target: L.LightningDataModule) -> None:
-    """Give a data module the hyperparameters of another one, and whether they are logged."""
+    """Copy the hyperparameters of a data module, and whether they are logged."""
     names = "_log_hyperparams", "_hparams", "_hparams_name", "_hparams_initial"
     vars(target).update({name: vars(source)[name] for name in names if name in vars(source)})
 
 
 class BatchIndices(_SAMPLER):  # type: ignore[misc]
-    """Where Lightning looks for the rows of a batch, for prediction writers."""
+    """The batch sampler in which Lightning looks up the rows of a batch, for prediction writers."""
 
     def __init__(self, sampler: Any, rows: Sequence[list[int]]) -> None:
         self.sampler = sampler
@@ -58,7 +58,7 @@ def remove_callback(callback: L.Callback, trainer: Any) -> None:
 
 
 def renew_train_loader_after_epoch(trainer: Any, epoch: int) -> None:
-    """Make the Trainer request the training loader, and its length, again after an epoch."""
+    """Let the Trainer request the training loader, and its length, again after an epoch."""
     # It does so once per fit. An epoch has another number of steps than the next one if it is
     # resumed from a checkpoint of another number of data devices, or one of them leaves steps out.
     trainer.callbacks.append(_RenewTrainLoader(epoch))

@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 from torchmetrics.wrappers import Running
 
-#: What a metric has, by name. Its states are among them.
+#: The ``__dict__`` of a metric, which contains its states.
 Attributes = dict[str, Any]
 
 
@@ -21,13 +21,17 @@ def unmerged_state(metric: Metric) -> str | None:
     """Describe a state of a metric that could not be merged with another metric's."""
     if isinstance(metric, Running):
         return "a window of updates"
-    reductions, defaults = metric._reductions.items(), metric._defaults
-    names = (n for n, by in reductions if by is None and isinstance(defaults[n], Tensor))
+    defaults = metric._defaults
+    names = (
+        name
+        for name, reduction in metric._reductions.items()
+        if reduction is None and isinstance(defaults[name], Tensor)
+    )
     return next((f"the state {name!r} without a dist_reduce_fx" for name in names), None)
 
 
 def count_from_nothing(metric: Attributes, device: torch.device) -> None:
-    """Give a metric the states of one that has counted nothing."""
+    """Reset the states of a metric."""
     for name, default in metric["_defaults"].items():
         is_list = isinstance(default, list)
         metric[name] = [] if is_list else default.detach().clone().to(device)
@@ -35,8 +39,8 @@ def count_from_nothing(metric: Attributes, device: torch.device) -> None:
 
 
 def merge_metric(metric: Metric, earlier: Attributes, replicas: Sequence[Attributes]) -> None:
-    """Give a metric what replicas have counted of a step, for its value, and what it had before."""
-    has_value = any(own["_forward_cache"] is not None for own in replicas)
+    """Merge what replicas have counted in a step, for the value of the step, and earlier counts."""
+    has_value = any(replica["_forward_cache"] is not None for replica in replicas)
     _set_states(metric, replicas)
     value = metric.compute() if has_value else None
     _set_states(metric, [earlier, vars(metric).copy()])
@@ -44,7 +48,7 @@ def merge_metric(metric: Metric, earlier: Attributes, replicas: Sequence[Attribu
 
 
 def _set_states(target: Metric, parts: Sequence[Attributes]) -> None:
-    """Give a metric the states of several, merged by its ``dist_reduce_fx``."""
+    """Set the states of a metric to several others' states, merged by its ``dist_reduce_fx``."""
     updated = [part for part in parts if part["_update_count"]]
     counts = [part["_update_count"] for part in updated]
     total = sum(counts)
@@ -61,4 +65,5 @@ def _set_states(target: Metric, parts: Sequence[Attributes]) -> None:
         else:
             merged = merge(torch.stack(values))
         setattr(target, name, merged)
-    target._update_count, target._computed = total, None
+    target._update_count = total
+    target._computed = None

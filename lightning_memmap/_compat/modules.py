@@ -44,12 +44,12 @@ def own_children(module: nn.Module) -> list[nn.Module]:
 
 
 def has_meta_tensors(module: nn.Module) -> bool:
-    """Whether a module itself has a parameter or buffer on the meta device."""
+    """Return whether a module itself has a parameter or buffer on the meta device."""
     return any(tensor.is_meta for tensor in own_tensors(module))
 
 
 def trainer_of(module: Any) -> Any:
-    """Return the Trainer of a LightningModule; None if it has none."""
+    """Return the Trainer of a LightningModule, or None."""
     return getattr(module, "_trainer", None)
 
 
@@ -62,7 +62,7 @@ def own_named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 def empty_own_tensors(module: nn.Module, device: torch.device) -> None:
     """Move those tensors of a module itself that are on the meta device to another device.
 
-    Numbers with a fraction are NaN there, so that what nothing initialises is noticed.
+    Floating-point tensors are filled with NaN, so that missing initialisation is noticed.
     """
 
     def empty(tensor: Tensor) -> Tensor:
@@ -76,23 +76,23 @@ def empty_own_tensors(module: nn.Module, device: torch.device) -> None:
 
 
 #: A module, and the name of one of its tensors.
-Place = tuple[nn.Module, str]
+NamedTensor = tuple[nn.Module, str]
 
 
 def writes_on_meta(
     modules: Sequence[nn.Module], functions: Mapping[nn.Module, Callable[[], Any]]
-) -> dict[nn.Module, dict[Place, float]]:
-    """Try out what functions write, while all tensors of modules are on the meta device.
+) -> dict[nn.Module, dict[NamedTensor, float]]:
+    """Count what functions write, while all tensors of modules are on the meta device.
 
     Args:
-        modules: The modules. Afterwards they have their tensors again.
-        functions: By module, what may write its tensors, and those of its submodules.
+        modules: The modules. Their tensors are restored afterwards.
+        functions: By module, a function that may write tensors of it and its submodules.
 
     Returns:
-        By module, how often each tensor is written; infinity for one that is replaced.
+        By module, how often each tensor is written; infinity if it is replaced.
     """
     registers: list[Any] = [
-        own for module in modules for own in (module._parameters, module._buffers)
+        register for module in modules for register in (module._parameters, module._buffers)
     ]
     before = [dict(register) for register in registers]
     memory: dict[int, Tensor] = {}
@@ -111,7 +111,7 @@ def writes_on_meta(
 
 
 def _on_meta(tensor: Tensor, memory: dict[int, Tensor]) -> Tensor:
-    """A tensor on the meta device for another one, the same for the same."""
+    """Return a tensor like another one on the meta device, one for each memory."""
     if id(tensor) not in memory:
         empty = torch.empty_like(tensor, device="meta", requires_grad=False)
         is_parameter = isinstance(tensor, nn.Parameter)
@@ -119,24 +119,24 @@ def _on_meta(tensor: Tensor, memory: dict[int, Tensor]) -> Tensor:
     return memory[id(tensor)]
 
 
-def _writes(module: nn.Module, function: Callable[[], Any]) -> dict[Place, float]:
-    places = [(child, name) for child in module.modules() for name, _ in own_named_tensors(child)]
-    tensors: list[Tensor] = [getattr(child, name) for child, name in places]
+def _writes(module: nn.Module, function: Callable[[], Any]) -> dict[NamedTensor, float]:
+    keys = [(child, name) for child in module.modules() for name, _ in own_named_tensors(child)]
+    tensors: list[Tensor] = [getattr(child, name) for child, name in keys]
     before = [(tensor, num_writes(tensor)) for tensor in tensors]
     with _WrittenStorages() as written, torch.no_grad():
         function()
-    writes: dict[Place, float] = {}
-    for (child, name), (tensor, version) in zip(places, before, strict=True):
+    writes: dict[NamedTensor, float] = {}
+    for (child, name), (tensor, version) in zip(keys, before, strict=True):
         if getattr(child, name) is not tensor:
             writes[child, name] = float("inf")
         elif storage_id(tensor) in written.ids:
-            # What is written through ``tensor.data`` is not counted by torch.
+            # torch doesn't count writes through ``tensor.data``.
             writes[child, name] = max(1, num_writes(tensor) - version)
     return writes
 
 
 class _WrittenStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the storages that operators write."""
+    """Records the storages that operators write."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -154,33 +154,30 @@ class _WrittenStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return function(*args, **kwargs)
 
 
-def log_outside_of_graphs(module: Any) -> None:
-    """Let a compiled module log outside of what is compiled."""
-    # torch 2.12 and later cannot compile ``self.log`` of Lightning 2.6.
-    if compiler_context(module) and "log" not in vars(module):
-        module.log = torch.compiler.disable(module.log)  # type: ignore[no-untyped-call]
+def uncompiled_log(module: Any) -> Callable[..., None] | None:
+    """Return a method ``log`` for a compiled module that runs outside of what is compiled.
+
+    torch 2.12 and later cannot compile ``self.log`` of Lightning 2.6.
+    """
+    if not compiler_context(module) or "log" in vars(module):
+        return None
+    log: Callable[..., None] = torch.compiler.disable(module.log)  # type: ignore[no-untyped-call]
+    return log
 
 
-def log_anywhere(module: Any) -> None:
-    """Undo `log_outside_of_graphs`."""
-    if compiler_context(module):
-        vars(module).pop("log", None)
+#: The method by which Lightning calls a module's hooks before a transfer.
+TRANSFER_HOOK = "_on_before_batch_transfer"
 
 
-def skip_transfer_hook(module: Any, kind: type) -> None:
-    """Let Lightning call a module's hooks before a transfer for no batch of a class."""
+def transfer_hook_except(module: Any, kind: type) -> Callable[..., Any]:
+    """Return a method for `TRANSFER_HOOK` that calls no hook for batches of a class."""
 
     def before_transfer(batch: Any, dataloader_idx: int = 0) -> Any:
         return (
             batch if isinstance(batch, kind) else run_transfer_hook(module, batch, dataloader_idx)
         )
 
-    module._on_before_batch_transfer = before_transfer
-
-
-def restore_transfer_hook(module: Any) -> None:
-    """Undo `skip_transfer_hook`."""
-    vars(module).pop("_on_before_batch_transfer", None)
+    return before_transfer
 
 
 def run_transfer_hook(module: Any, batch: Any, dataloader_idx: int) -> Any:
@@ -189,7 +186,7 @@ def run_transfer_hook(module: Any, batch: Any, dataloader_idx: int) -> Any:
 
 
 def is_called_in(module: Any, methods: Collection[str]) -> bool:
-    """Whether Lightning is calling one of these methods of a module; True where nobody knows."""
+    """Return whether Lightning is calling one of these methods of a module; True if unknown."""
     return not hasattr(module, "_current_fx_name") or module._current_fx_name in methods
 
 

@@ -1,4 +1,4 @@
-"""What a parser of argparse knows, of which argparse has no public list."""
+"""Commands, options and classes of an argparse parser, which has no public list of them."""
 
 import argparse
 import re

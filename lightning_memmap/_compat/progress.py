@@ -1,4 +1,4 @@
-"""Where a fit stands: the batches that the weights were trained on, and the Trainer's counts."""
+"""The position of a fit: the batches that weights were trained on, and the Trainer's counts."""
 
 import weakref
 from typing import Annotated, Any, NamedTuple
@@ -15,8 +15,8 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 class FitPosition(msgspec.Struct, frozen=True):
     """The counts that a Trainer would have if it had just ended the last batch that counts.
 
-    A batch counts once an optimizer has stepped on it. The counts of an interrupted batch, and of
-    batches whose gradients wait for an optimizer step, are left out.
+    A batch counts once an optimizer has stepped on it. An interrupted batch does not count, nor do
+    batches whose gradients are accumulated for the next optimizer step.
     """
 
     #: Batches of the epoch, and of all epochs.
@@ -29,7 +29,7 @@ class FitPosition(msgspec.Struct, frozen=True):
 
 
 class Delivery(NamedTuple):
-    """What a Trainer had counted when a batch was delivered."""
+    """The Trainer's counts when a batch was delivered."""
 
     processed: int
     global_step: int
@@ -44,15 +44,15 @@ class TrainerProgress:
         # A weak reference: the Trainer refers to the loader, which refers to this.
         self._trainer = weakref.ref(trainer)
         self._is_watching = False
-        #: Steps of all optimizers, and what the Trainer had counted as begun at the last one.
+        #: Steps of all optimizers, and the Trainer's count of started ones at the last step.
         self._optimizer_steps = 0
         self._counted_steps = -1
         #: Batches of all epochs up to the last one that an optimizer has stepped on; None if steps
-        #: cannot be seen.
+        #: cannot be observed.
         self._stepped_batches: int | None = None
 
     def delivery(self) -> Delivery | None:
-        """The Trainer's counts, noted when a batch is delivered; None where it does not train."""
+        """Return the Trainer's counts when a batch is delivered; None if it isn't training."""
         trainer: Any = self._trainer()
         if trainer is None or not trainer.training:
             return None
@@ -64,9 +64,9 @@ class TrainerProgress:
         return Delivery(processed, *steps, loop._batches_that_stepped)
 
     def num_untrained(self, last: Delivery) -> int:
-        """The number of delivered batches, at the end, that the weights were not trained on.
+        """Count the last delivered batches that the weights were not trained on.
 
-        They may have begun in the epoch before.
+        They may have begun in the previous epoch.
         """
         trainer: Any = self._trainer()
         if trainer is None:
@@ -98,12 +98,12 @@ class TrainerProgress:
         return trainer is not None and not trainer.lightning_module.automatic_optimization
 
     def is_last(self, num_batches: int) -> bool:
-        """Whether an epoch ends after a number of batches."""
+        """Return whether an epoch ends after a number of batches."""
         trainer: Any = self._trainer()
         return trainer is not None and num_batches >= trainer.num_training_batches
 
     def num_delivered(self, last: Delivery) -> int | None:
-        """The batches of the epoch that were delivered; None without a Trainer."""
+        """Count the batches of the epoch that were delivered; None without a Trainer."""
         trainer: Any = self._trainer()
         if trainer is None:
             return None
@@ -113,7 +113,7 @@ class TrainerProgress:
         return num_processed + int(is_under_way)
 
     def position(self, last: Delivery, num_batches: int, num_untrained: int) -> FitPosition:
-        """Where the fit stands after the first batches of an epoch, the last ones left out."""
+        """Return the position of the fit after the first batches of an epoch."""
         trainer: Any = self._trainer()
         loop = trainer.fit_loop.epoch_loop
         steps = _step_counts(trainer)
@@ -178,7 +178,7 @@ def _close(signals: "weakref.ref[SignalDeferral]") -> None:
 
 
 def _step_counts(trainer: Any) -> Any:
-    """The Trainer's counts of optimizer steps, begun and completed."""
+    """Return the Trainer's counts of optimizer steps, started and completed."""
     loop = trainer.fit_loop.epoch_loop
     if trainer.lightning_module.automatic_optimization:
         return loop.automatic_optimization.optim_progress.optimizer.step.total

@@ -1,4 +1,4 @@
-"""The Trainer's check of the name of a strategy, whose error knows Lightning's own names alone."""
+"""The Trainer's error about an unknown strategy, which otherwise lists Lightning's names only."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -18,18 +18,18 @@ class _StrategyNames(list[str]):
     def __contains__(self, name: object) -> bool:
         if super().__contains__(name) or not isinstance(name, str):
             return super().__contains__(name)
-        others = ", ".join(other for other in self if other not in self._ours)
+        theirs = ", ".join(name for name in self if name not in self._ours)
         raise ValueError(
             f"strategy={name!r} is unknown{nearest(name, ['auto', *self]) or '.'} The strategies of"
-            f" lightning_memmap are {', '.join(self._ours)}; those of Lightning are auto, {others}"
+            f" lightning_memmap are {', '.join(self._ours)}; Lightning's are auto, {theirs}"
         )
 
 
 def name_our_strategies(ours: Iterable[str]) -> None:
-    """Let the Trainer's error about an unknown strategy name all strategies.
+    """Let the Trainer's error about an unknown strategy list all strategies.
 
     Args:
-        ours: Those of this package. A second call replaces them.
+        ours: The names of this package. A second call replaces them.
     """
     names = [*ours]
 

@@ -1,4 +1,4 @@
-"""The private names without which a strategy cannot work, looked up when it starts."""
+"""The private names that a strategy cannot do without, looked up when it starts."""
 
 from importlib import import_module
 from importlib.metadata import version
@@ -7,7 +7,7 @@ from lightning_memmap.errors import UnsupportedVersionError
 
 #: Set by the Trainer's connector on every strategy, when everything else is set.
 _LAUNCHER = "lightning.pytorch.strategies:Strategy._configure_launcher"
-#: By strategy: what to use instead, and its names. All other private names have a fallback.
+#: By strategy: an alternative, and the names it needs. All other private names have a fallback.
 REQUIRED: dict[str, tuple[str, tuple[str, ...]]] = {
     "memmap_superbatch": ("Lightning's 'auto'", (_LAUNCHER,)),
     "memmap_model_parallel": ("Lightning's 'auto'", (_LAUNCHER,)),
@@ -34,7 +34,7 @@ REQUIRED: dict[str, tuple[str, tuple[str, ...]]] = {
         "'memmap_fsdp2'",
         (
             _LAUNCHER,
-            # Either of them.
+            # Depending on the version.
             "torch.distributed.pipelining:PipelineStage._compute_outputs"
             "|torch.distributed.pipelining:PipelineStage._shape_inference",
             "torch.autograd:Variable._execution_engine.queue_callback",
@@ -56,7 +56,7 @@ def check_strategy(strategy: type) -> None:
 
 
 def has_name(path: str) -> bool:
-    """Whether ``module:attribute.attribute`` exists."""
+    """Return whether ``module:attribute.attribute`` exists."""
     module, _, attributes = path.partition(":")
     try:
         value = import_module(module)

@@ -11,10 +11,10 @@ from lightning_memmap._compat.loops import remove_callback
 from lightning_memmap._compat.progress import FitPosition
 
 # The Trainer counts epochs and batches as ready, started, processed and completed, in this order.
-# It resumes rightly from a checkpoint of `on_train_batch_end` (the batch is processed, and not
+# It resumes correctly from a checkpoint of `on_train_batch_end` (the batch is processed, but not
 # completed), of a validation step, of `on_validation_end`, and, without `max_steps`, of
-# `on_train_epoch_end` (the epoch is processed, and not completed). For these nothing is changed,
-# except that an epoch which is over is counted as completed. Of a fit with 9 batches an epoch:
+# `on_train_epoch_end` (the epoch is processed, but not completed). For these nothing is changed,
+# except that an epoch that is over is counted as completed. In a fit with 9 batches per epoch:
 #
 #   saved                               epochs  batches  resumed as if saved
 #   in batch 4, before the update       1110    4433     at the end of batch 3
@@ -37,10 +37,12 @@ def settle_counters(
     fit_loop = trainer.fit_loop
     if not (fit_loop.restarting or fit_loop._loaded_from_state_dict):
         return
-    epochs, batches = fit_loop.epoch_progress.current, fit_loop.epoch_loop.batch_progress
-    current, epoch = batches.current, epochs.started - 1
+    epochs = fit_loop.epoch_progress.current
+    batches = fit_loop.epoch_loop.batch_progress
+    current = batches.current
+    epoch = epochs.started - 1
     if epochs.started < epochs.ready:
-        # Saved as the epoch began. The batches are those of the epoch before.
+        # Saved as the epoch began. The batches still belong to the previous epoch.
         _begin_epoch(trainer, epochs.started)
     elif current.ready == 0 and epochs.processed == epochs.started == epochs.completed:
         # Saved by a fit that was resumed between two epochs and had nothing left to do. The
@@ -147,8 +149,8 @@ def _begin_epoch(trainer: Any, epoch: int) -> None:
 
 def _count_epochs(trainer: Any, completed: int, started: int) -> None:
     progress = trainer.fit_loop.epoch_progress
-    others = progress.total.ready - progress.current.ready
-    for counts, before in ((progress.total, others), (progress.current, 0)):
+    earlier = progress.total.ready - progress.current.ready
+    for counts, before in ((progress.total, earlier), (progress.current, 0)):
         counts.ready = counts.started = before + started
         counts.processed = counts.completed = before + completed
 

@@ -16,10 +16,10 @@ _TRAINING_STEP = Precision._wrap_closure.__code__
 
 
 class SignalDeferral:
-    """Runs the handlers of signals once the optimizer that is updating weights has done so.
+    """Delays the handlers of signals until the optimizer has updated all weights.
 
-    A handler that raises, as that of Ctrl-C does, or saves a checkpoint would otherwise leave or
-    save weights of which some are updated and some are not.
+    A handler that raises, like the one for Ctrl-C, or that saves a checkpoint would otherwise leave
+    or save weights of which only some are updated.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class SignalDeferral:
         self._is_updated = True
 
     def install(self) -> None:
-        """Take the place of the present handlers. The Trainer restores those that it found."""
+        """Replace the current handlers. The Trainer restores the handlers it found."""
         if threading.current_thread() is not threading.main_thread():
             return
         for name in _NAMES:
@@ -48,7 +48,7 @@ class SignalDeferral:
         self._is_updated = False
 
     def end(self) -> None:
-        """Note that an update has ended, and run the handlers of the signals that came in it."""
+        """Note that an update has ended, and run the handlers of signals received during it."""
         self._is_updated = True
         while self._pending:
             signum = self._pending.pop(0)

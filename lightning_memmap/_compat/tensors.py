@@ -27,7 +27,7 @@ def storage_use_count(tensor: Tensor) -> int:
     """Count the tensors and storages, in Python and in C++, that share the memory of a tensor."""
     storage = tensor.untyped_storage()
     if (use_count := getattr(torch._C, "_storage_Use_Count", None)) is None:
-        # Nobody knows: each count is larger than the one before, so that no memory is used again.
+        # Unknown: each count is larger than the one before, so that no memory is reused.
         return next(_COUNTS)
     num_owners: int = use_count(storage._cdata)
     # All references to the storage itself share one Python object, which C++ counts once.
@@ -35,7 +35,7 @@ def storage_use_count(tensor: Tensor) -> int:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return a number that tensors have in common whose memory is the same storage."""
+    """Return a number that is equal for tensors in the same storage."""
     return getattr(tensor.untyped_storage(), "_cdata", None) or tensor.untyped_storage().data_ptr()
 
 
@@ -48,7 +48,7 @@ def num_writes(tensor: Tensor) -> int:
 
 
 def take_buckets(tensors: Iterable[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
-    """Yield lists of tensors of one dtype and device, each of about so many bytes."""
+    """Yield lists of tensors of one dtype and device, each of about ``max_bytes``."""
     buckets: dict[Any, list[Tensor]] = {}
     sizes: dict[Any, int] = {}
     for tensor in tensors:
@@ -56,14 +56,15 @@ def take_buckets(tensors: Iterable[Tensor], max_bytes: int) -> Iterator[list[Ten
         if kind in buckets and sizes[kind] + tensor.nbytes > max_bytes:
             yield buckets.pop(kind)
         if kind not in buckets:
-            buckets[kind], sizes[kind] = [], 0
+            buckets[kind] = []
+            sizes[kind] = 0
         buckets[kind].append(tensor)
         sizes[kind] += tensor.nbytes
     yield from buckets.values()
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Copy tensors of one dtype into one, one after the other."""
+    """Concatenate flattened tensors of one dtype."""
     if (at_once := getattr(torch._utils, "_flatten_dense_tensors", None)) is not None:
         flat: Tensor = at_once(tensors)
         return flat
@@ -88,18 +89,12 @@ def add_all(targets: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
     _for_each("_foreach_add_", Tensor.add_, targets, terms)
 
 
-def scale_all(targets: Sequence[Tensor], factor: float) -> None:
-    """Multiply all targets by a number, in place."""
-    _for_each("_foreach_mul_", Tensor.mul_, targets, factor)
-
-
 def _for_each(
-    name: str, method: Callable[..., Any], targets: Sequence[Tensor], others: Any
+    name: str, method: Callable[..., Any], targets: Sequence[Tensor], others: Sequence[Tensor]
 ) -> None:
     if (at_once := getattr(torch, name, None)) is not None:
         at_once(targets, others)
         return
-    others = others if isinstance(others, Sequence) else [others] * len(targets)
     for target, other in zip(targets, others, strict=True):
         method(target, other)
 
@@ -133,21 +128,21 @@ def local_part(value: Tensor, sharded: Any) -> Tensor:
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """The dense tensors that hold the memory of a tensor."""
+    """Return the dense tensors that hold the memory of a tensor."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     return [tensor] if tensor.layout is torch.strided else []
 
 
 def empty_caches(devices: Iterable[torch.device]) -> None:
-    """Give back memory that torch's allocators keep without using it, pinned memory included."""
+    """Free memory that torch's allocators keep without using it, pinned memory included."""
     modules = {torch.get_device_module(device) for device in devices if device.type != "cpu"}
     for module in modules:
         module.empty_cache()
     if modules:
         # The public name came later than the private one, which the CPU build lacks.
         public = hasattr(torch.accelerator, "empty_host_cache")
-        found = torch.accelerator if public else torch._C
-        empty = getattr(found, "empty_host_cache" if public else "_host_emptyCache", None)
+        owner = torch.accelerator if public else torch._C
+        empty = getattr(owner, "empty_host_cache" if public else "_host_emptyCache", None)
         if empty is not None:
             empty()

@@ -18,7 +18,7 @@ from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.transform import takes_generator
 from lightning_memmap.loading.variable_rows import Padded
 from lightning_memmap.schema.fields import RowList
-from lightning_memmap.strategies.microbatch import MicroBatches
+from lightning_memmap.strategies._replica_batches import ReplicaBatches
 
 MODULUS = 2**64
 
@@ -27,7 +27,7 @@ def _device_batches(batch: Any) -> list[Any]:
     """List the batches of devices or micro-batches that make up a batch."""
     if isinstance(batch, SuperBatch):
         return batch.batches
-    return batch.parts if isinstance(batch, MicroBatches) else [batch]
+    return batch.batches if isinstance(batch, ReplicaBatches) else [batch]
 
 
 def hash_batch(batch: Any) -> int:

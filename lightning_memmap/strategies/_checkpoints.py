@@ -1,4 +1,4 @@
-"""Checkpoints that replace others as a whole: written beside their path, then renamed."""
+"""Checkpoints that replace others atomically: written next to their path, then renamed."""
 
 import ctypes
 import errno
@@ -21,13 +21,14 @@ from lightning_memmap.store.files import sync_path
 #: The file that makes a folder a checkpoint of Lightning's.
 _METADATA = "meta.pt"
 # From <fcntl.h> and <stdio.h>.
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 #: The kernel or the file system cannot exchange two names.
 _NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY}
 
 
 class ReplacingCheckpointIO(TorchCheckpointIO):
-    """Saves to a local path what is there completely or not at all, whenever the process ends.
+    """Saves a checkpoint to a local path completely or not at all, whenever the process ends.
 
     Lightning writes to the directory for temporary files. If that is another file system, it then
     copies the file over the checkpoint that it replaces.
@@ -61,7 +62,7 @@ class ReplacingCheckpointIO(TorchCheckpointIO):
         if target is None or not is_folder(target):
             super().remove_checkpoint(path)
             return
-        # Half a folder could be taken for a checkpoint.
+        # A folder that is half removed could be mistaken for a checkpoint.
         partial = partial_path(target)
         remove(partial)
         os.rename(target, partial)
@@ -81,7 +82,7 @@ class ReplacesCheckpoints(Strategy):
     @checkpoint_io.setter
     def checkpoint_io(self, io: Any) -> None:
         if hasattr(io, "checkpoint_io"):
-            # It wraps another one. This changes nothing if it has one already.
+            # It wraps another one. The setter does nothing if it has one already.
             io.checkpoint_io = ReplacingCheckpointIO()
         Strategy.checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
 
@@ -89,7 +90,7 @@ class ReplacesCheckpoints(Strategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a file, or a folder that processes with shards of the module have saved."""
+        """Load a file, or a folder to which processes have saved shards."""
         path = _local_path(checkpoint_path)
         if path is not None and is_folder(path):
             return read_checkpoint_folder(path, weights_only)
@@ -97,7 +98,7 @@ class ReplacesCheckpoints(Strategy):
 
 
 def partial_path(target: Path) -> Path:
-    """Return where a checkpoint is written until it is whole. A later attempt uses it again."""
+    """Return where a checkpoint is written until it is complete. A later attempt reuses it."""
     return target.with_name(f".{target.name}.part")
 
 
@@ -115,7 +116,7 @@ def check_target(target: Path) -> None:
 
 
 def put_in_place(partial: Path, target: Path) -> None:
-    """Give a whole checkpoint its name. One that has the name is removed afterwards."""
+    """Rename a complete checkpoint to its path. An older one there is removed afterwards."""
     if partial.is_dir():
         for path in (*partial.iterdir(), partial):
             sync_path(path)
@@ -124,7 +125,7 @@ def put_in_place(partial: Path, target: Path) -> None:
     elif _exchange(partial, target):
         remove(partial)
     else:
-        # Between the two names there is a moment without a checkpoint, and the old one is kept.
+        # For a moment no checkpoint has the name, but the old one is kept.
         old = target.with_name(f".{target.name}.old")
         remove(old)
         os.rename(target, old)
@@ -134,7 +135,7 @@ def put_in_place(partial: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
+    """Remove a file or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -142,7 +143,7 @@ def remove(path: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Exchange the names of two files or folders in one step; False where that cannot be had."""
+    """Exchange the names of two files or folders atomically; return False if not supported."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False

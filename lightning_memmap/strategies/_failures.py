@@ -1,4 +1,4 @@
-"""A process that fails tells the others why, which would only see that it has ended."""
+"""Passing the error of the first process that fails on to the others, which only lose contact."""
 
 from datetime import timedelta
 
@@ -7,35 +7,36 @@ import torch.distributed as dist
 from lightning_memmap._compat.ddp import rendezvous_store
 from lightning_memmap.errors import describe_error
 
-#: How long a process that has failed waits for what others have noted, or for a place to note it.
+#: How long a process that has failed waits for the store in which failures are noted.
 _PATIENCE = timedelta(seconds=5)
-#: In the error of gloo for a collective with a process that has ended.
+#: Part of gloo's error for a collective with a process that has ended.
 _IS_GONE = "by peer"
 
 
 def first_failure(run: int, error: Exception) -> str | None:
-    """Note an error where all processes can see it, unless another one has failed before.
+    """Note an error in the store of all processes, unless another one has failed before.
 
     Args:
         run: The number of the run in this program, the same on all processes.
         error: The error of this process.
 
     Returns:
-        What to know beside the error: the rank that failed before and its error, or that one has
-        ended without any. None if there is nothing more.
+        A sentence to add to the error: which rank failed before, and its error, or that a process
+        has ended without an error. None if there is nothing to add.
     """
-    ours, first = f"rank {dist.get_rank()}: {describe_error(error)}", ""
+    ours = f"rank {dist.get_rank()}: {describe_error(error)}"
+    first = ""
     is_gone = _IS_GONE in ours
     store = rendezvous_store()
     if store is not None:
         try:
             store.set_timeout(_PATIENCE)
             key = f"lightning_memmap/failure/{run}"
-            # What ended because another one did is not the first.
+            # A process that lost contact with another one isn't the first to fail.
             noted = store.check([key]) if is_gone else store.compare_set(key, "", ours)
             first = (store.get(key) if is_gone and noted else noted or b"").decode()
         except RuntimeError:
-            # The process that has the store has ended, and what it knew.
+            # The process with the store has ended.
             first = ""
     if first and first != ours:
         return f"another process failed before: {first}"

@@ -1,4 +1,4 @@
-"""Modules on the meta device: they are initialised where they train, as their construction did."""
+"""Initialising modules on the meta device on the device where they train, as constructors do."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memmap._compat.modules import (
-    Place,
+    NamedTensor,
     empty_own_tensors,
     has_meta_tensors,
     own_named_tensors,
@@ -22,7 +22,7 @@ from lightning_memmap.errors import UnsuitableModuleError
 
 
 def post_order(module: nn.Module) -> Iterator[nn.Module]:
-    """Children before their parents, in the order of registration: that in which they were made."""
+    """Yield children before their parents, in the order in which they were created."""
     for child in module.children():
         yield from post_order(child)
     yield module
@@ -33,20 +33,20 @@ class MetaInitializer:
 
     Each submodule with such tensors is initialised by its ``reset_parameters``, as in its
     constructor, and then by ``_init_weights(submodule)`` of the innermost module around it that has
-    this method, as in ``self.apply(self._init_weights)``: models of Hugging Face have one. Tensors
-    that are on another device already keep their values.
+    this method, as in ``self.apply(self._init_weights)``: Hugging Face models have one. Tensors
+    on other devices keep their values.
 
     Args:
         root: The module. Nothing is changed before `initialize` is called.
 
     Raises:
-        UnsuitableModuleError: A tensor would not get the values that it was constructed with:
-            nothing initialises it, or something else has set it after its construction; and no
-            checkpoint is about to be loaded.
+        UnsuitableModuleError: A tensor would not have the values of its construction, because
+            nothing initialises it, or because something has set it afterwards; and no checkpoint is
+            about to be loaded.
     """
 
-    # Everything is tried out on the meta device before, where it costs no memory: in-place
-    # operations there compute nothing, and count.
+    # Every initializer is tried on the meta device first, where it needs no memory: in-place
+    # operations compute nothing there, but are counted.
 
     def __init__(self, root: L.LightningModule) -> None:
         self._names = {child: name for name, child in root.named_modules()}
@@ -56,40 +56,40 @@ class MetaInitializer:
             child for child in self._order if not self._own.isdisjoint(child.modules())
         }
         self._initializers = dict(_initializers(root, None)) if self._own else {}
-        #: By submodule, how often its initialisation writes which tensors.
-        self._writes: dict[nn.Module, dict[Place, float]] = {}
+        # By submodule, how often its initialisation writes which tensors.
+        self._writes: dict[nn.Module, dict[NamedTensor, float]] = {}
         if self._own:
             before = {
                 (child, name): (tensor.is_meta, num_writes(tensor))
                 for child in self._order
                 for name, tensor in own_named_tensors(child)
             }
-            # What has memory keeps its values.
-            self._kept = {place for place, (is_meta, _) in before.items() if not is_meta}
+            # Tensors with memory keep their values.
+            self._kept = {key for key, (is_meta, _) in before.items() if not is_meta}
             affected = [child for child in self._order if child in self._affected]
             attempts = {child: partial(self._try_out, child) for child in affected}
             self._writes = writes_on_meta(self._order, attempts)
-            self._check(root, {place: n for place, (is_meta, n) in before.items() if is_meta})
+            self._check(root, {key: n for key, (is_meta, n) in before.items() if is_meta})
 
     @torch.no_grad()
     def initialize(self, module: nn.Module, device: torch.device) -> list[Tensor]:
-        """Initialise the tensors of one submodule itself; its children must be initialised.
+        """Initialise the tensors of one submodule itself, after its children.
 
         Returns:
-            The tensors that have other values now, also those of submodules of it.
+            The tensors with new values, which may be in children too.
         """
         if module not in self._affected:
             return []
         empty_own_tensors(module, device)
-        places = self._writes[module]
-        kept = [place for place in places if place in self._kept]
+        written = self._writes[module]
+        kept = [key for key in written if key in self._kept]
         before = [(child, name, getattr(child, name)) for child, name in kept]
         values = [tensor.clone() for _, _, tensor in before]
         self._run(module)
         for (child, name, tensor), value in zip(before, values, strict=True):
             tensor.copy_(value)
             setattr(child, name, tensor)
-        return [getattr(*place) for place in places if place not in self._kept]
+        return [getattr(*key) for key in written if key not in self._kept]
 
     def _run(self, module: nn.Module) -> None:
         if module in self._own and callable(reset := getattr(module, "reset_parameters", None)):
@@ -102,56 +102,65 @@ class MetaInitializer:
             self._run(module)
         except Exception as error:
             raise UnsuitableModuleError(
-                f"{self._called(module)} is on the meta device, and its initialisation failed"
+                f"{self._label(module)} is on the meta device, and its initialisation failed"
                 f" there ({type(error).__name__}: {error}): build it on the CPU"
             ) from error
 
-    def _check(self, root: L.LightningModule, versions: dict[Place, int]) -> None:
-        """Check what is on the meta device, given how often each tensor has been written."""
-        counts: dict[Place, float] = {}
+    def _check(self, root: L.LightningModule, versions: dict[NamedTensor, int]) -> None:
+        """Check the tensors on the meta device.
+
+        Args:
+            root: The module.
+            versions: How often each tensor has been written since it was created.
+        """
+        counts: dict[NamedTensor, float] = {}
         for writes in self._writes.values():
-            for place, count in writes.items():
-                counts[place] = counts.get(place, 0) + count
-        # A Trainer loads the checkpoint when the strategy has set up everything.
+            for key, count in writes.items():
+                counts[key] = counts.get(key, 0) + count
+        # A Trainer loads the checkpoint after the set-up of the strategy.
         is_loaded = getattr(trainer_of(root), "ckpt_path", None) is not None
         loaded = set(root.state_dict()) if is_loaded else set()
-        missing, changed, adapters = list[Place](), list[Place](), list[Place]()
-        tuned = _adapters(self._order)
-        for place, version in versions.items():
-            child, name = place
+        missing = list[NamedTensor]()
+        changed = list[NamedTensor]()
+        adapters = list[NamedTensor]()
+        in_adapters = _adapter_modules(self._order)
+        for key, version in versions.items():
+            child, name = key
             if f"{self._names[child]}.{name}".lstrip(".") in loaded:
                 continue
-            if child in tuned:
-                adapters.append(place)
-            elif place not in counts:
-                missing.append(place)
-            elif version > counts[place]:
-                changed.append(place)
-        remedy = "build it on the CPU, or give the Trainer a checkpoint of all weights (ckpt_path)"
+            if child in in_adapters:
+                adapters.append(key)
+            elif key not in counts:
+                missing.append(key)
+            elif version > counts[key]:
+                changed.append(key)
+        remedy = (
+            "build it on the CPU, or pass a checkpoint of all weights (ckpt_path) to the Trainer"
+        )
         if missing:
             raise UnsuitableModuleError(
-                f"{self._listed(missing)}: on the meta device, and nothing initialises this: give"
-                " the class a method reset_parameters, as torch's own layers have, or a module"
-                f" around it a method _init_weights(module); {remedy}"
+                f"{self._list(missing)}: on the meta device, and nothing initialises this: add a"
+                " method reset_parameters to the class, as torch's own layers have, or a method"
+                f" _init_weights(module) to a module around it; {remedy}"
             )
         if adapters:
             raise UnsuitableModuleError(
-                f"{self._listed(adapters)}: an adapter on the meta device, whose first values are"
-                f" not those of reset_parameters: {remedy}"
+                f"{self._list(adapters)}: an adapter on the meta device, which reset_parameters"
+                f" does not initialise: {remedy}"
             )
         if changed:
             raise UnsuitableModuleError(
-                f"{self._listed(changed)}: on the meta device, and changed after it was constructed"
-                " and initialised, which reset_parameters and _init_weights(module) would not"
-                f" repeat: do so in one of these methods; {remedy}"
+                f"{self._list(changed)}: on the meta device, and changed after its construction and"
+                " initialisation, which reset_parameters and _init_weights(module) would not"
+                f" repeat: change it in one of these methods; {remedy}"
             )
 
-    def _listed(self, places: list[Place]) -> str:
-        shown = [f"{self._called(child)}: {name}" for child, name in places[:3]]
-        rest = f" and {len(places) - 3} more" if len(places) > 3 else ""
+    def _list(self, keys: list[NamedTensor]) -> str:
+        shown = [f"{self._label(child)}: {name}" for child, name in keys[:3]]
+        rest = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
         return "; ".join(shown) + rest
 
-    def _called(self, module: nn.Module) -> str:
+    def _label(self, module: nn.Module) -> str:
         name = self._names[module]
         return f"{name or 'the module itself'} ({type(module).__name__})"
 
@@ -159,10 +168,10 @@ class MetaInitializer:
 def _initializers(
     module: nn.Module, outer: Callable[[nn.Module], Any] | None
 ) -> Iterator[tuple[nn.Module, Callable[[nn.Module], Any]]]:
-    """By submodule, the innermost ``_init_weights`` around it."""
-    own = getattr(module, "_init_weights", None)
-    if callable(own) and _takes_module(own):
-        outer = own
+    """Yield each submodule with the innermost ``_init_weights`` around it."""
+    method = getattr(module, "_init_weights", None)
+    if callable(method) and _takes_module(method):
+        outer = method
     if outer is not None:
         yield module, outer
     for child in module.children():
@@ -177,12 +186,12 @@ def _takes_module(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _adapters(modules: list[nn.Module]) -> set[nn.Module]:
-    """The modules inside of the adapters of peft, which name them."""
-    found: set[nn.Module] = set()
+def _adapter_modules(modules: list[nn.Module]) -> set[nn.Module]:
+    """Return the modules inside of peft's adapters."""
+    inside: set[nn.Module] = set()
     for module in modules:
         names = getattr(module, "adapter_layer_names", None)
         for name in names if isinstance(names, (tuple, list)) else ():
             if isinstance(adapter := getattr(module, name, None), nn.Module):
-                found.update(adapter.modules())
-    return found
+                inside.update(adapter.modules())
+    return inside

@@ -1,6 +1,6 @@
-"""What a pipeline has of ``torch.distributed.pipelining``, whose import takes a while.
+"""Stages and schedules of ``torch.distributed.pipelining``, which takes a while to import.
 
-Only a pipeline that is about to run imports this.
+Only a pipeline that is about to run imports this module.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ def schedule_class(name: str) -> Any:
 class ScheduledStage(TracelessStage):
     """A stage that sends tensors of any dtype."""
 
-    # NCCL does not know all dtypes. What has gradients is of one that it knows.
+    # NCCL does not support all dtypes, but it supports those of tensors with gradients.
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return _of_bytes(super().get_fwd_recv_ops(fwd_chunk_id))

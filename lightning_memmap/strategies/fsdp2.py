@@ -14,12 +14,10 @@ import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -31,39 +29,42 @@ from lightning_memmap._compat.fsdp2 import (
 )
 from lightning_memmap._compat.modules import set_device_attribute, unless_none
 from lightning_memmap.errors import check_integer
-from lightning_memmap.strategies._base import SplitModule
 from lightning_memmap.strategies._checkpoints import (
     check_target,
     partial_path,
     put_in_place,
     remove,
 )
-from lightning_memmap.strategies._fsdp2_wrap import (
-    choose_units,
-    load_optimizers,
-    recompute,
+from lightning_memmap.strategies._fsdp2_shard import (
+    recompute_activations,
     reshard_if_thawed,
-    shard_like,
     shard_module,
-    shard_state,
     sharded_units,
 )
+from lightning_memmap.strategies._fsdp2_states import (
+    gather_state,
+    load_sharded_optimizers,
+    shard_like,
+    shard_optimizer_state,
+)
+from lightning_memmap.strategies._fsdp2_units import choose_units
+from lightning_memmap.strategies._split_module import SplitModule
 
 
 @dataclass(frozen=True)
 class _Sharding:
     """How a module was sharded."""
 
-    #: The process group of the program, over which the mesh is.
+    #: The default process group, which the mesh is made of.
     world: Any
     mesh: DeviceMesh
-    #: By name, the arguments of the strategy and the Trainer that are part of the module since.
+    #: By name, the arguments of the strategy and the Trainer that can't be changed afterwards.
     options: Mapping[str, Any]
 
 
-#: Modules stay sharded after their Trainer, and another Trainer may continue with them.
+#: Modules stay sharded after their Trainer ends, and another Trainer may continue with them.
 _SHARDED: WeakKeyDictionary[nn.Module, _Sharding] = WeakKeyDictionary()
-#: By the Trainer's precision, what units compute in if not in the dtype of their parameters.
+#: By the Trainer's precision, the dtype of computations; None for the dtype of the parameters.
 _COMPUTE: dict[str, torch.dtype | None] = {
     **dict.fromkeys(("32-true", "bf16-true", "16-true", "64-true")),
     "bf16-mixed": torch.bfloat16,
@@ -73,13 +74,12 @@ _COMPUTE: dict[str, torch.dtype | None] = {
 class FSDP2Strategy(SplitModule, ModelParallelStrategy):
     """Trains with FSDP2: each process holds shards of parameters, gradients and optimizer states.
 
-    The module needs no ``configure_model``: its blocks become units of sharding, and then the
-    module itself with everything that is left. A unit's parameters are gathered
-    before it runs and freed afterwards. All processes are data parallel, and their losses are
-    weighted by rows, so that training equals one process even if the last step does not divide
-    evenly.
+    The module needs no ``configure_model``: its blocks are sharded as units, and then the module
+    itself with all other parameters. A unit's parameters are gathered before it runs and freed
+    afterwards. All processes are data parallel, and their losses are weighted by rows, so training
+    equals training in one process even if the last step does not divide evenly.
 
-    Every process begins with the values of rank 0. Modules on the meta device are initialised unit
+    Every process starts from the values of rank 0. Modules on the meta device are initialised unit
     by unit, by ``reset_parameters`` and the ``_init_weights(module)`` of the model around them.
 
     With ``Trainer(precision="bf16-mixed")`` units compute in bfloat16 from float32 shards,
@@ -89,21 +89,22 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         wrap_classes: Classes of the units, or their names. By default units are the items of the
             largest ``ModuleList`` or ``Sequential``, such as the blocks of a transformer, and all
             other modules of their classes.
-        min_unit_parameters: Without ``wrap_classes``: items with fewer parameters are no units.
+        min_unit_parameters: Without ``wrap_classes``: modules with fewer parameters are not units,
+            because each unit issues its own collectives.
         replicate_size: Number of replicas (HSDP); it must divide the number of processes. Each
-            replica is sharded over a group of them.
-        reshard_after_forward: Whether units free what they gathered between the forward and the
-            backward pass; a number is the size of the groups over which they keep it sharded
-            instead. By default all units free it but the root.
-        cpu_offload: Keep shards, gradients and optimizer states in host memory. Needs GPUs.
+            replica is sharded over a group of processes.
+        reshard_after_forward: Whether units free their gathered parameters between the forward and
+            the backward pass; a number is the size of the groups over which they stay sharded
+            instead. By default all units except the root free them.
+        cpu_offload: Keep shards, gradients and optimizer states in host memory. Requires GPUs.
         reduce_dtype: Reduce gradients in this dtype. By default float32 in mixed precision, and
             otherwise the dtype of the parameters.
-        activation_checkpointing: Compute the forward pass of all units again in the backward pass
+        activation_checkpointing: Recompute the forward pass of all units in the backward pass
             instead of keeping activations.
         sync_each_micro_batch: With ``accumulate_grad_batches``, reduce gradients in each
-            micro-batch, so that no process keeps more than its shards of them. By default they
-            are reduced once a step, and until then each process keeps whole gradients: 4 bytes a
-            parameter, or those of ``reduce_dtype``.
+            micro-batch, so no process keeps more than its shards of them. By default they are
+            reduced once per step, and until then each process keeps whole gradients: 4 bytes per
+            parameter, or the size of ``reduce_dtype``.
         save_distributed_checkpoint: Each process saves its shards to files in one folder. By
             default rank 0 saves one file, which the plain module can load.
         process_group_backend: As for Lightning's ``ModelParallelStrategy``.
@@ -118,7 +119,7 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
     """
 
     strategy_name = "memmap_fsdp2"
-    # From a file; those in a folder are loaded with it.
+    # From a file. From a folder, `load_checkpoint` restores them.
     lightning_restore_optimizer = True
 
     def __init__(
@@ -139,8 +140,8 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         check_integer("replicate_size", replicate_size, 1)
         if wrap_classes is not None and not _are_classes(wrap_classes):
             raise TypeError(
-                f"wrap_classes={wrap_classes!r}: pass a list of classes of modules, or of their"
-                " names, such as ['Block']"
+                f"wrap_classes={wrap_classes!r}: pass a list of module classes, or of their names,"
+                " such as ['Block']"
             )
         self._wrap_classes = wrap_classes
         self._min_unit_parameters = min_unit_parameters
@@ -151,7 +152,7 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
         if reduce_dtype is not None and not is_float:
             raise ValueError(
-                f"reduce_dtype={reduce_dtype!r}: give a floating-point dtype, such as 'bfloat16'"
+                f"reduce_dtype={reduce_dtype!r}: pass a floating-point dtype, such as 'bfloat16'"
             )
         self._reduce_dtype: torch.dtype | None = dtype
         self._activation_checkpointing = activation_checkpointing
@@ -159,7 +160,7 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         self._is_save_sharded = save_distributed_checkpoint
         # The module's units, once it is sharded.
         self._units: list[FSDPModule] = []
-        # Whether gradients wait for the last micro-batch of a step.
+        # Whether whole gradients are kept until the last micro-batch of a step.
         self._keeps_gradients = False
         if cpu_offload and process_group_backend is None:
             # Norms of gradients in host memory are reduced there.
@@ -179,11 +180,11 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
                 f"cpu_offload=True with accelerator={kind!r}: the shards are in host memory anyway;"
                 " use GPUs, or omit it"
             )
-        num, replicas = self.num_nodes * self.num_processes, self._replicate_size
-        if num % replicas:
+        num = self.num_nodes * self.num_processes
+        if num % self._replicate_size:
             raise ValueError(
-                f"replicate_size={replicas}: it does not divide the {num} processes; choose a"
-                " number that does"
+                f"replicate_size={self._replicate_size}: it does not divide the {num} processes;"
+                " choose a divisor"
             )
         if (precision := self.precision_plugin.precision) not in _COMPUTE:
             raise ValueError(
@@ -193,7 +194,7 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        # All processes are data parallel. The parent chooses other sizes, and has no other setter.
+        # All processes are data parallel. The parent has other sizes, and no public setter.
         self._data_parallel_size = self.num_nodes * self.num_processes
         self._tensor_parallel_size = 1
         super().setup_environment()
@@ -208,7 +209,7 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
-        # Not the parent's, which requires a configure_model that shards.
+        # The parent's method requires a configure_model that shards.
         module = self.module
         trainer.accelerator.setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -226,14 +227,14 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         self.setup_precision_plugin()
 
     def _shard(self, module: L.LightningModule) -> None:
-        # What the Trainer sets for sync_batchnorm=True.
+        # Set by the Trainer for sync_batchnorm=True.
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
         units = choose_units(module, self._wrap_classes, self._min_unit_parameters)
         options = self._options(module, units)
         if self._activation_checkpointing:
-            recompute(module, units)
+            recompute_activations(module, units)
         dtype = _COMPUTE[self.precision_plugin.precision]
         shard_module(
             module,
@@ -247,7 +248,7 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         _SHARDED[module] = _Sharding(dist.group.WORLD, self._mesh, options)
 
     def _options(self, module: L.LightningModule, units: Sequence[nn.Module]) -> dict[str, Any]:
-        """The options that are part of a sharded module."""
+        """Return the options that can't be changed once a module is sharded."""
         names = {child: name for name, child in module.named_modules()}
         chosen_by = "min_unit_parameters" if self._wrap_classes is None else "wrap_classes"
         return {
@@ -257,7 +258,7 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
             "cpu_offload": self._cpu_offload,
             "reduce_dtype": self._reduce_dtype,
             "activation_checkpointing": self._activation_checkpointing,
-            # Not as it was passed: other arguments may choose the same.
+            # Not the argument itself: other arguments may choose the same units.
             f"the units that {chosen_by} chooses": sorted(names[unit] for unit in units),
         }
 
@@ -279,8 +280,8 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         for unit in sharded:
             unit.reshard()
         units = choose_units(module, self._wrap_classes, self._min_unit_parameters)
-        now, before = self._options(module, units), dict(sharding.options)
-        for (name, value), (_, old) in zip(now.items(), before.items(), strict=True):
+        options = self._options(module, units)
+        for (name, value), old in zip(options.items(), sharding.options.values(), strict=True):
             if value != old:
                 raise ValueError(
                     f"{name}={value!r}: the {kind} was sharded by another Trainer with {old!r},"
@@ -291,14 +292,14 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
 
     @override
     def check_module(self, module: L.LightningModule) -> None:
-        """Nothing: `setup` checks how the module was sharded."""
+        """Do nothing: `setup` checks how the module was sharded."""
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             self.overrides.set(optimizer, "zero_grad", self._zero_grad_of(optimizer))
-        # Lightning's own wrappers copy the attributes.
+        # The setter wraps them again: Lightning's wrappers copy the attributes.
         self.optimizers = [*self.optimizers]
 
     def _zero_grad_of(self, optimizer: Optimizer) -> Callable[..., None]:
@@ -333,7 +334,7 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
             self._set_gradient_sync(True)
 
     def _may_keep_gradients(self) -> bool:
-        # They are added up in the dtype in which they are reduced.
+        # Kept gradients are accumulated in the dtype in which they are reduced.
         dtype = self._reduce_dtype
         is_narrow = dtype is not None and any(
             param.itemsize > dtype.itemsize for param in self.module.parameters()
@@ -351,13 +352,13 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         def closure_and_reduction() -> Any:
             output = closure()
             if self._keeps_gradients:
-                # The last micro-batch may have had no loss. Otherwise this finds nothing.
+                # Needed if the last micro-batch had no loss. Otherwise this does nothing.
                 reduce_kept_gradients(self._units)
                 self._keeps_gradients = False
             return output
 
         output = super().optimizer_step(optimizer, closure_and_reduction, model, **kwargs)
-        # Roots that are still gathered, as by a forward pass without gradients, have old values.
+        # Roots that are still gathered, as after a forward pass without gradients, are outdated.
         self._reshard()
         return output
 
@@ -373,7 +374,7 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
                 child.to(self.root_device)
 
     def _reshard(self) -> None:
-        """Free what the roots gathered, and keep for a backward pass that evaluation has not."""
+        """Free the parameters of roots, which stay gathered if no backward pass follows."""
         for unit in self._units:
             unit.reshard()
 
@@ -381,37 +382,28 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What the plain optimizer would save, on rank 0; or own shards. All ranks must call it."""
+        """Return the state of a plain optimizer on rank 0, or shards. All ranks must call it."""
         if self._is_save_sharded:
-            is_new, keeps = not optimizer.state, self._keeps_gradients
+            is_new = not optimizer.state
+            keeps = self._keeps_gradients
             self._keeps_gradients = False
             state = super().optimizer_state(optimizer)
             self._keeps_gradients = keeps
             if is_new:
-                # To make the state, torch took a step of length zero, which Adam would count.
+                # torch took a step of length zero to create the state, and Adam counts it.
                 optimizer.state.clear()
                 state["state"] = {}
             return state
         # The parent would number them in the order of the module, which may not be theirs.
-        return self._gathered(optimizer.state_dict())
+        return gather_state(optimizer.state_dict(), self.is_global_zero)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        # Of a folder, any process may write them.
+        # Any process may write them to a folder.
         self.share_buffers()
         if self._is_save_sharded:
             return super().lightning_module_state_dict()
-        return self._gathered(self.module.state_dict())
-
-    def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state with whole tensors on rank 0, an empty one elsewhere. All ranks must call it."""
-
-        def gather(tensor: Tensor) -> Tensor | None:
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            return whole.cpu() if self.is_global_zero else None
-
-        gathered: dict[str, Any] = apply_to_collection(state, Tensor, gather)
-        return gathered if self.is_global_zero else {}
+        return gather_state(self.module.state_dict(), self.is_global_zero)
 
     @override
     def save_checkpoint(
@@ -429,7 +421,7 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         self._on_first_rank(lambda: remove(partial))
         try:
             super().save_checkpoint(checkpoint, partial, storage_options)
-            # Until then the first rank has written what isn't sharded.
+            # By then rank 0 has written everything that isn't sharded.
             self._on_first_rank(lambda: put_in_place(partial, target))
         except BaseException:
             if self.is_global_zero:
@@ -452,41 +444,42 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a file or a folder, whichever this strategy saves itself. All ranks must call it."""
+        """Load a checkpoint in a file or in a folder. All ranks must call it."""
         path = Path(self.broadcast(checkpoint_path))
         if path.is_dir():
-            # The parent would load optimizers, too, but only with a state for every parameter,
-            # although some may never have had a gradient.
-            optimizers, self.optimizers = self.optimizers, []
+            # The parent could load optimizers only with a state for every parameter, and some may
+            # never have had a gradient.
+            optimizers = self.optimizers
+            self.optimizers = []
             loaded = ModelParallelStrategy.load_checkpoint(self, path, *unless_none(weights_only))
             self.optimizers = optimizers
-            load_optimizers(path, self.module, optimizers)
-            # Nothing is left to load.
+            load_sharded_optimizers(path, self.module, optimizers)
+            # Everything is loaded.
             return {**loaded, "state_dict": {}, "optimizer_states": []}
-        # From the mapped file, each rank reads its own shards.
+        # Each rank reads its own shards from the memory-mapped file.
         return dict(torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if weights := checkpoint["state_dict"]:
-            own = self.module.state_dict()
-            sharded = {name: shard_like(own.get(name), value) for name, value in weights.items()}
+            state = self.module.state_dict()
+            sharded = {name: shard_like(state.get(name), value) for name, value in weights.items()}
             self.module.load_state_dict(sharded, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
         for optimizer, state in zip(self.optimizers, states, strict=bool(states)):
-            optimizer.load_state_dict(shard_state(state, optimizer))
+            optimizer.load_state_dict(shard_optimizer_state(state, optimizer))
 
 
 def _are_classes(classes: Any) -> bool:
-    """Check whether an argument is several classes of modules, or their names."""
+    """Return whether an argument is a sequence of module classes or their names."""
     return (
         isinstance(classes, Sequence)
         and not isinstance(classes, str)
         and all(
-            isinstance(each, str) or (isinstance(each, type) and issubclass(each, nn.Module))
-            for each in classes
+            isinstance(item, str) or (isinstance(item, type) and issubclass(item, nn.Module))
+            for item in classes
         )
     )

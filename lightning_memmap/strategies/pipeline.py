@@ -25,20 +25,19 @@ from lightning_memmap._compat.modules import is_called_in
 from lightning_memmap._compat.tensors import after_backward
 from lightning_memmap.errors import check_integer
 from lightning_memmap.process_group import broadcast
-from lightning_memmap.strategies._base import STEPS, SplitModule, module_tensors
-from lightning_memmap.strategies._pipeline_stages import (
-    SCHEDULES,
-    StagePipeline,
+from lightning_memmap.strategies._checked import STEPS
+from lightning_memmap.strategies._known_gradients import loss_with_gradients, separate_gradients
+from lightning_memmap.strategies._pipeline_cut import cut_module, keep_local
+from lightning_memmap.strategies._pipeline_exchange import (
     average_gradients,
-    check_schedule,
-    cut_module,
-    gathered,
-    keep_local,
+    gather_entries,
     local_state,
     local_weights,
     module_state,
 )
-from lightning_memmap.strategies.microbatch import gradients_apart, loss_of
+from lightning_memmap.strategies._pipeline_run import SCHEDULES, StagePipeline, check_schedule
+from lightning_memmap.strategies._split_module import SplitModule
+from lightning_memmap.strategies._stages import module_tensors
 
 
 class PipelineStrategy(SplitModule, DDPStrategy):
@@ -48,21 +47,20 @@ class PipelineStrategy(SplitModule, DDPStrategy):
     the stages in micro-batches, in a schedule of ``torch.distributed.pipelining``. The gradients
     of ``data_parallel_size`` pipelines are averaged, each weighted by its rows.
 
-    The LightningModule has two more methods: ``stages()``, the consecutive modules whose
-    composition is its ``forward``; and ``loss(output, batch)``, the mean loss over the rows of a
-    batch. Its ``training_step`` returns ``self.loss(self(inputs), batch)`` as on one device, and
-    may log it. In ``validation_step``, ``test_step`` and ``predict_step``, ``self(inputs)`` is the
-    whole output, on every process.
+    The LightningModule needs two more methods: ``stages()`` returns the consecutive modules whose
+    composition is its ``forward``, and ``loss(output, batch)`` returns the mean loss over the rows
+    of a batch. Its ``training_step`` returns ``self.loss(self(inputs), batch)`` as on one device,
+    and may log it. In ``validation_step``, ``test_step`` and ``predict_step``, ``self(inputs)`` is
+    the whole output, on every process.
 
     Args:
         data_parallel_size: Number of pipelines, among which the processes are divided.
         schedule: ``gpipe``, ``1f1b``, or ``interleaved`` (1F1B where process ``p`` of ``P`` has
-            the stages ``p``, ``p + P``, and so on).
+            runs the stages ``p``, ``p + P``, and so on).
         num_microbatches: Micro-batches of each process's batch. By default twice as many as
             processes per pipeline.
-        timeout: As for Lightning's ``DDPStrategy``. A process stops waiting for another one after
-            it, by an error with gloo; NCCL ends the process, without an error that Python could
-            catch.
+        timeout: As for Lightning's ``DDPStrategy``: how long a process waits for another one. Then
+            gloo raises an error, and NCCL ends the process without an error that Python can catch.
         process_group_backend: As for Lightning's ``DDPStrategy``.
 
     Raises:
@@ -74,7 +72,7 @@ class PipelineStrategy(SplitModule, DDPStrategy):
 
     strategy_name = "memmap_pipeline"
     restore_checkpoint_after_setup = True
-    # It finds parameters by their values.
+    # BaseFinetuning identifies parameters by their values.
     unsupported_callbacks = (*SplitModule.unsupported_callbacks, BaseFinetuning)
 
     def __init__(
@@ -97,9 +95,9 @@ class PipelineStrategy(SplitModule, DDPStrategy):
         self._mesh: DeviceMesh | None = None
         # Made by the set-up.
         self._pipeline: StagePipeline | None = None
-        self._own_loss: Any = None
+        self._module_loss: Any = None
         self._averages = True
-        # The parameters that have gradients of this pipeline alone, not averaged yet.
+        # The parameters whose gradients have not been averaged over pipelines yet.
         self._local_grads: dict[nn.Parameter, None] = {}
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
 
@@ -108,11 +106,12 @@ class PipelineStrategy(SplitModule, DDPStrategy):
     @property
     def sizes(self) -> tuple[int, int]:
         """The number of pipelines, and of processes in each; known with the Trainer's devices."""
-        num, pipelines = self.num_nodes * self.num_processes, self._data_parallel_size
+        num = self.num_nodes * self.num_processes
+        pipelines = self._data_parallel_size
         if num % pipelines:
             raise ValueError(
                 f"data_parallel_size={pipelines} does not divide the {num} processes (devices x"
-                " num_nodes), all of which are in pipelines of one size: choose a number that does"
+                " num_nodes), and all pipelines have the same size: choose a divisor"
             )
         return pipelines, num // pipelines
 
@@ -173,10 +172,11 @@ class PipelineStrategy(SplitModule, DDPStrategy):
     @override
     def setup(self, trainer: L.Trainer) -> None:
         trainer.accelerator.setup(trainer)
-        module, (num_pipelines, size) = self.module, self.sizes
+        module = self.module
+        num_pipelines, size = self.sizes
         if trainer.state.fn == TrainerFn.FITTING:
             self.check_fit(trainer, averages=num_pipelines > 1)
-        self._refuse(module)
+        self._check_options(module)
         interleaved = self._schedule == "interleaved"
         stages = cut_module(module, size, interleaved, self.precision_plugin.forward_context)
         self.precision_plugin.convert_module(module)
@@ -198,7 +198,8 @@ class PipelineStrategy(SplitModule, DDPStrategy):
         self.setup_precision_plugin()
         self._redirect()
 
-    def _refuse(self, module: L.LightningModule) -> None:
+    def _check_options(self, module: L.LightningModule) -> None:
+        """Raise for options of the Trainer that pipelines do not support."""
         plugin = self.precision_plugin
         if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
             raise ValueError(
@@ -211,7 +212,7 @@ class PipelineStrategy(SplitModule, DDPStrategy):
                 "torch.compile of the whole module: memmap_pipeline runs only its stages; compile"
                 " these, in the module's __init__ or configure_model"
             )
-        # What the Trainer sets for sync_batchnorm=True.
+        # Set by the Trainer for sync_batchnorm=True.
         if self._layer_sync is not None:
             raise ValueError(
                 "sync_batchnorm=True: memmap_pipeline runs batch norm on the rows of each"
@@ -220,49 +221,44 @@ class PipelineStrategy(SplitModule, DDPStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Nothing: `setup` moves the stages of this process."""
+        """Do nothing: `setup` moves the stages of this process."""
 
     def _redirect(self) -> None:
-        """Let the module's own calls go through the pipeline, until teardown."""
-        self._own_loss = self.module.loss
-        self.module.forward = self._forward  # type: ignore[method-assign]
-        self.module.loss = self._loss  # type: ignore[assignment]
-        # The norm is over the gradients of all stages, and precision plugins see one process.
-        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
-        self._regroup_metrics(None, self._group_of("dp"))
+        """Run ``self.forward`` and ``self.loss`` of the module through the pipeline.
 
-    def _regroup_metrics(self, before: Any, after: Any) -> None:
-        """Let metrics that synchronise over one group of processes do so over another."""
-        for each in self.module.modules():
-            if isinstance(each, Metric) and each.process_group is before:
-                each.process_group = after
+        In ``training_step``, ``self(inputs)`` only records its inputs, in a `_PendingOutput`.
+        ``self.loss(output, batch)`` then runs the whole forward and backward pass of the pipeline,
+        because a schedule interleaves them, and returns a loss whose gradients are known.
+        """
+        self._module_loss = self.module.loss
+        self.overrides.set(self.module, "forward", self._forward)
+        self.overrides.set(self.module, "loss", self._loss)
+        # The norm is over the gradients of all stages, and precision plugins see one process.
+        self.overrides.set(self.precision_plugin, "clip_grad_by_norm", self._clip_grad_by_norm)
+        for child in self.module.modules():
+            if isinstance(child, Metric) and child.process_group is None:
+                self.overrides.set(child, "process_group", self._group_of("dp"))
 
     @override
     def teardown(self) -> None:
         self._local_grads.clear()
         self.overrides.undo()
-        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
-        if self._pipeline is not None:
-            for name in ("forward", "loss"):
-                vars(self.module).pop(name, None)
-            self._pipeline = None
-            self._regroup_metrics(self._group_of("dp"), None)
+        self._pipeline = None
         # The parent would also move the module to the CPU, and some of it has no memory.
-        for each in (self.cluster_environment, self.precision_plugin, self.accelerator):
-            if each is not None:
-                each.teardown()
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator):
+            if part is not None:
+                part.teardown()
         self.checkpoint_io.teardown()
 
     # Steps
 
     def _forward(self, *args: Any) -> Any:
-        """What ``self(inputs)`` of the module calls."""
-        # Lightning notes here which method of the module it calls.
+        """Run the pipeline for ``self(inputs)``, or in training record the inputs for the loss."""
         if not is_called_in(self.module, STEPS):
             raise RuntimeError(
                 "memmap_pipeline: the module was called outside of a step, where it would wait for"
-                " processes of its pipeline that may not call it: call it in training_step,"
-                " validation_step, test_step or predict_step"
+                " other processes of its pipeline: call it in training_step, validation_step,"
+                " test_step or predict_step"
             )
         num_rows = _num_rows_of(args)
         if torch.is_grad_enabled():
@@ -271,14 +267,14 @@ class PipelineStrategy(SplitModule, DDPStrategy):
         return self._pipeline.evaluate(args, num_rows)
 
     def _loss(self, output: Any, batch: Any) -> Any:
-        """What ``self.loss(output, batch)`` of the module calls."""
+        """Run the forward and backward pass of the pipeline for ``self.loss(output, batch)``."""
         if not isinstance(output, _PendingOutput):
-            return self._own_loss(output, batch)
+            return self._module_loss(output, batch)
         assert self._pipeline is not None
         local = [parameter for parameter in self.module.parameters() if not parameter.is_meta]
-        # The same on every pipeline, also where a parameter gets a gradient on some of them only.
+        # Equal on every pipeline, even if a parameter has a gradient on some of them only.
         trained = dict.fromkeys(p for p in local if p.requires_grad)
-        with gradients_apart(local) as grads:
+        with separate_gradients(local) as grads:
             mean = self._pipeline.train(output.args, output.num_rows, batch, self._micro_loss)
 
         def note_backward() -> None:
@@ -286,11 +282,11 @@ class PipelineStrategy(SplitModule, DDPStrategy):
             # Before hooks that may read gradients.
             after_backward(self._average)
 
-        return loss_of(mean, grads, note_backward)
+        return loss_with_gradients(mean, grads, note_backward)
 
     def _micro_loss(self, output: Any, batch: Any) -> Tensor:
         with self.precision_plugin.forward_context():
-            loss = self._own_loss(output, batch)
+            loss = self._module_loss(output, batch)
         if not isinstance(loss, Tensor) or loss.ndim:
             raise TypeError(
                 f"loss(output, batch) returned {loss!r}: return a tensor without dimensions,"
@@ -311,8 +307,8 @@ class PipelineStrategy(SplitModule, DDPStrategy):
 
     def _average(self) -> None:
         """Average the gradients of all losses whose backward pass has run since the last time."""
-        # Not during the backward pass of the stages, as DDP would: what scales the loss after it,
-        # such as its weight, may differ between pipelines.
+        # Not during the backward pass of the stages, as DDP would, because the loss is scaled after
+        # it, and the weight of a step may differ between pipelines.
         if self._averages:
             average_gradients(list(self._local_grads), self._group_of("dp"))
             self._local_grads.clear()
@@ -328,7 +324,7 @@ class PipelineStrategy(SplitModule, DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state of the whole module on rank 0; empty on other ranks. All ranks must call it."""
+        """Return the state of the whole module on rank 0, {} on others. All ranks must call it."""
         if self._ranks[0] != 0:
             return {}
         return module_state(self.module, self._group_of("pp"), self.root_device)
@@ -340,23 +336,26 @@ class PipelineStrategy(SplitModule, DDPStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state over all stages on rank 0, else over own ones. All ranks must call it."""
-        whole = optimizer.state_dict()
-        whole["state"] = own = local_state(optimizer, whole["state"])
+        """Return the state of all stages on rank 0, of local ones elsewhere. All ranks call it."""
+        state = optimizer.state_dict()
+        local = local_state(optimizer, state["state"])
+        state["state"] = local
         if self._ranks[0] == 0:
-            own.update(gathered(own, self._group_of("pp"), self.root_device))
-        return whole
+            local.update(gather_entries(local, self._group_of("pp"), self.root_device))
+        return state
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
-        local = [{**state, "state": local_state(each, state["state"])} for each, state in pairs]
+        local = [
+            {**state, "state": local_state(optimizer, state["state"])} for optimizer, state in pairs
+        ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": local})
 
 
 @cache
 def _mesh(world: object, device_type: str, shape: tuple[int, int]) -> DeviceMesh:
-    """A mesh of pipelines and their processes. All processes must call this."""
+    """Return the mesh of pipelines and their processes. All processes must call this."""
     return init_device_mesh(device_type, shape, mesh_dim_names=("dp", "pp"))
 
 
@@ -367,7 +366,7 @@ _PENDING = (
 
 
 class _PendingOutput:
-    """What ``self(inputs)`` returns in a ``training_step``: an output that is not computed yet."""
+    """The output of ``self(inputs)`` in a ``training_step``, which is not computed yet."""
 
     def __init__(self, args: Sequence[Tensor], num_rows: int) -> None:
         self.args = args
@@ -385,12 +384,12 @@ class _PendingOutput:
 
 
 def _num_rows_of(args: Sequence[Any]) -> int:
-    """The rows of what the module was called with."""
+    """Return the rows of the inputs of the module."""
     rows = {len(arg) if isinstance(arg, Tensor) and arg.ndim else 0 for arg in args}
     if len(rows) != 1 or not all(rows):
-        given = [tuple(a.shape) if isinstance(a, Tensor) else type(a).__name__ for a in args]
+        kinds = [tuple(a.shape) if isinstance(a, Tensor) else type(a).__name__ for a in args]
         raise TypeError(
-            f"memmap_pipeline: the module was called with {given}: call it with one or more"
+            f"memmap_pipeline: the module was called with {kinds}: call it with one or more"
             " tensors whose first dimension is the rows, as its first stage takes them"
         )
     return rows.pop()

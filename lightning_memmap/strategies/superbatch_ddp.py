@@ -10,35 +10,40 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memmap._compat.ddp import begin_static_graph, ddp_option, ddp_options, ignore_in_ddp
+from lightning_memmap._compat.ddp import (
+    IGNORED_BY_DDP,
+    begin_static_graph,
+    ddp_option,
+    ddp_options,
+)
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.device_streams import has_streams, stream_module
 from lightning_memmap.process_group import broadcast, broadcast_all
-from lightning_memmap.strategies._base import RowWeighted
+from lightning_memmap.strategies._weighted_loss import WeightedLoss
 
-#: What NCCL can send only as bytes.
+#: Dtypes that NCCL can send only as bytes.
 _UNKNOWN_TO_NCCL = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
 
-#: In the message of DDP where a step has not used all parameters.
+#: Part of DDP's message about a step that has not used all parameters.
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 
 
-class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
+class SuperBatchDDPStrategy(WeightedLoss, DDPStrategy):
     """Trains with DDP from data that all devices hold: each process owns several data devices.
 
     By default every device has a process that trains. With ``data_devices_per_process`` the devices
-    of each node are divided into groups, one group a process: the first device of a group is the
-    process's root device, which trains, and each step the batches of the group are assembled there.
-    Gradients are averaged over the processes of all nodes as under ``ddp``.
-    The global batch has ``batch_size`` rows for each data device of all processes, in the same
-    order as under ``memmap_superbatch``.
+    of each node are divided into groups, one per process: the first device of a group is the
+    process's root device, which trains, and in each step the batches of the group are assembled
+    there. Gradients are averaged over the processes of all nodes as under ``ddp``. The global batch
+    has ``batch_size`` rows for each data device of all processes, in the same order as under
+    ``memmap_superbatch``.
 
-    The loss of a process is weighted by its rows, so that training equals that of one process even
+    The loss of a process is weighted by its rows, so training equals training in one process even
     if the last step does not divide evenly.
 
     Args:
         data_devices_per_process: Devices in a group, which must divide ``Trainer(devices=...)``.
-        root_holds_data: Whether the root devices hold shards too.
+        root_holds_data: Whether root devices hold shards too.
         **kwargs: As for Lightning's ``DDPStrategy``.
 
     Raises:
@@ -57,22 +62,23 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
         check_integer("data_devices_per_process", data_devices_per_process, 1)
         self._devices_per_process = data_devices_per_process
         self._root_holds_data = root_holds_data
-        # The parameters that were trained when the module was wrapped, and the frozen ones.
+        # The parameters that were trainable when the module was wrapped, and the frozen ones.
         self._trained: list[nn.Parameter] = []
         self._frozen: dict[str, nn.Parameter] = {}
         super().__init__(**kwargs)
 
     @override
     def set_world_ranks(self) -> None:
-        devices, size = self.parallel_devices or [], self._devices_per_process
-        if len(devices) % size:
+        num_devices = len(self.parallel_devices or [])
+        size = self._devices_per_process
+        if num_devices % size:
             raise ValueError(
-                f"data_devices_per_process={size}: it does not divide Trainer(devices="
-                f"{len(devices)}); choose a number that does"
+                f"data_devices_per_process={size}: it does not divide"
+                f" Trainer(devices={num_devices}); choose a divisor"
             )
         if size == 1 and not self._root_holds_data:
             raise ValueError(
-                "root_holds_data=False with 1 device per process: no device is left to hold data;"
+                "root_holds_data=False with data_devices_per_process=1: no device would hold data;"
                 " use at least data_devices_per_process=2"
             )
         super().set_world_ranks()
@@ -88,8 +94,8 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
     def process_devices(self) -> tuple[torch.device, ...]:
         """The devices of this process, the first of which trains.
 
-        They are a group of `parallel_devices`. A subclass returns all of those where whoever starts
-        the processes shows each of them its own devices only, as Ray Train does.
+        They are a group of `parallel_devices`. A subclass returns all of them if the launcher shows
+        each process its own devices only, as Ray Train does.
 
         Raises:
             ValueError: More processes were started on this node than there are groups.
@@ -101,9 +107,9 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
         if not group:
             raise ValueError(
                 f"Trainer(devices={len(devices)}) with data_devices_per_process={size} has"
-                f" {self.num_processes} processes a node, and this one is number {self.local_rank},"
-                f" counted from 0: start {self.num_processes} on each node, or divide the devices"
-                " into more groups"
+                f" {self.num_processes} processes per node, and this process has local rank"
+                f" {self.local_rank}: start {self.num_processes} processes on each node, or choose"
+                " a smaller data_devices_per_process"
             )
         return group
 
@@ -114,7 +120,7 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
 
     @property
     def data_devices(self) -> tuple[torch.device, ...]:
-        """The devices of this process that hold shards and take batches."""
+        """The devices of this process that hold shards and serve batches."""
         devices = self.process_devices
         return devices if self._root_holds_data else devices[1:]
 
@@ -122,30 +128,33 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
     def configure_ddp(self) -> None:
         module: Any = self.module
         named = chain(module.named_parameters(), module.named_buffers())
-        if apart := {name: tensor for name, tensor in named if tensor.dtype in _UNKNOWN_TO_NCCL}:
-            ignore_in_ddp(module, apart)
-            for tensor in apart.values():
+        ignored = {name: tensor for name, tensor in named if tensor.dtype in _UNKNOWN_TO_NCCL}
+        if ignored:
+            names = {*getattr(module, IGNORED_BY_DDP, ()), *ignored}
+            self.overrides.set(module, IGNORED_BY_DDP, names)
+            for tensor in ignored.values():
                 tensor.data = tensor.data.contiguous()
                 broadcast(tensor, 0)
         self._wrap()
 
     def _wrap(self) -> None:
-        """Let DDP average the gradients of the parameters that are trained now."""
+        """Wrap the module in DDP for the parameters that are trainable now."""
         module: Any = self.module
         super().configure_ddp()
         wrapper: Any = self.model
         named = dict(module.named_buffers())
         names = [name for name in named if named[name].dtype in _UNKNOWN_TO_NCCL]
         if names and ddp_option(self, "broadcast_buffers", True):
-            # As DDP does with all other buffers.
+            # DDP does so with all other buffers.
             wrapper.register_forward_pre_hook(
                 lambda *_: broadcast_all(map(module.get_buffer, names))
             )
         if has_streams(self.root_device):
-            # Lightning wraps the module in a stream of its own, and nothing waits for the weights
-            # that DDP broadcasts there.
+            # Lightning wraps the module on a side stream and doesn't wait for the broadcast of
+            # weights there.
             stream_module(self.root_device).synchronize(self.root_device)
-        self._trained, self._frozen = [], {}
+        self._trained = []
+        self._frozen = {}
         for name, parameter in module.named_parameters():
             if name in wrapper.parameters_to_ignore:
                 continue
@@ -156,17 +165,17 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        # All ranks freeze and thaw alike.
-        if self._is_thawed() or self._is_frozen():
+        # All ranks freeze and thaw the same parameters.
+        if self._has_thawed() or self._has_frozen():
             self._wrap_again()
         return super().training_step(*args, **kwargs)
 
-    def _is_thawed(self) -> bool:
-        """Check whether parameters are trained that were frozen when DDP was made."""
+    def _has_thawed(self) -> bool:
+        """Return whether a parameter is trainable now that was frozen when DDP was created."""
         return any(parameter.requires_grad for parameter in self._frozen.values())
 
-    def _is_frozen(self) -> bool:
-        """Check whether DDP waits for gradients of parameters that have been frozen since."""
+    def _has_frozen(self) -> bool:
+        """Return whether DDP would wait for the gradient of a parameter that is frozen now."""
         wrapper: Any = self.model
         if not self._trained or wrapper.find_unused_parameters:
             return False
@@ -174,10 +183,10 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
         return 0 < num_trained < len(self._trained)
 
     def _wrap_again(self) -> None:
-        # All values are those that the processes have trained, and buffers may differ.
         self.model = self.module
-        # The old one has cycles, and hooks on the parameters until it is gone.
+        # The old wrapper has reference cycles, and keeps its hooks on parameters until it is freed.
         gc.collect()
+        # Parameters are equal on all processes, and buffers may differ: broadcast nothing.
         with ddp_options(self, init_sync=False):
             self._wrap()
         begin_static_graph(self)
@@ -187,8 +196,8 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
         self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         wrapper: Any = self.model
-        if self._is_thawed() and wrapper.require_backward_grad_sync:
-            names = [name for name, each in self._frozen.items() if each.requires_grad]
+        if self._has_thawed() and wrapper.require_backward_grad_sync:
+            names = [name for name, param in self._frozen.items() if param.requires_grad]
             raise ValueError(
                 f"{', '.join(names)}: requires_grad was set to True inside training_step, and DDP"
                 " would not average the gradients; set it before the step, as in the hook"
@@ -198,11 +207,11 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        # By the pattern of the parent, whose own advice names its own class.
+        # The advice of the parent, which recognizes the message too, names its own class.
         advice = (
             "find_unused_parameters=False: the loss of a step did not use all parameters, and DDP"
-            " waits for their gradients; give the Trainer"
-            " strategy=SuperBatchDDPStrategy(find_unused_parameters=True)"
+            " waits for their gradients; pass"
+            " strategy=SuperBatchDDPStrategy(find_unused_parameters=True) to the Trainer"
         )
         exception.args = tuple(
             advice if isinstance(arg, str) and _UNUSED in arg else arg for arg in exception.args

@@ -159,8 +159,8 @@ def test_checkpoint_of_one_device_resumes_in_a_pipeline(setup: Reports, referenc
 REFUSED = {
     "tied": "ValueError: net.2.weight (stage 1) and net.4.weight (stage 2) are one parameter",
     "outside": "ValueError: no stage has the parameter 'scale' of Outside",
-    "three stages": "ValueError: ThreeStages.stages() gives 3 stages for 2 processes",
-    "one stage": "ValueError: OneStage.stages() gives 1 stages for 2 processes",
+    "three stages": "ValueError: ThreeStages.stages() returns 3 stages for 2 processes",
+    "one stage": "ValueError: OneStage.stages() returns 1 stages for 2 processes",
     "no stages": "UnsuitableModuleError: memmap_pipeline: NoStages needs a method stages()",
     "output": "TypeError: under memmap_pipeline the output of the module in training_step",
     "calls outside": "RuntimeError: memmap_pipeline: the module was called outside of a step",

@@ -145,17 +145,17 @@ def test_copies_to_and_from_replicas_are_counted() -> None:
     replicas = Replicas(module, [ROOT, OTHER, ROOT, OTHER])
     values = [*module.parameters(), *module.buffers()]
     # They are made in the first call.
-    replicas.pull(with_values=True)
+    replicas.follow_module(with_values=True)
     with CopyRecorder() as recorder:
-        replicas.pull(with_values=True)
+        replicas.follow_module(with_values=True)
     num_bytes = sum(value.nbytes for value in values)
     # Two dtypes, each of which goes at once, and to both replicas of the device together.
     assert recorder.num_bytes == num_bytes
     for parameter in module.parameters():
-        for own, scale in ((parameter, 1.0), (replicas.copies[OTHER].tensors[parameter], 2.0)):
+        for own, scale in ((parameter, 1.0), (replicas.copies[0].tensors[parameter], 2.0)):
             own.grad = torch.full_like(own, scale)
     with CopyRecorder() as recorder:
-        replicas.push_gradients()
+        replicas.add_gradients()
     num_bytes = sum(parameter.nbytes for parameter in module.parameters())
     assert recorder.num_bytes == num_bytes
     for parameter in module.parameters():

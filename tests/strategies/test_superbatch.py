@@ -71,8 +71,8 @@ class TestDevices:
         ("options", "match"),
         [
             ({"data_devices": []}, r"data_devices=\[\]"),
-            ({"data_devices": "cpu"}, r"data_devices='cpu': give a list"),
-            ({"data_devices": ["cpu", "gpu0"]}, r"data_devices: 'gpu0' is no device"),
+            ({"data_devices": "cpu"}, r"data_devices='cpu'"),
+            ({"data_devices": ["cpu", "gpu0"]}, r"data_devices.*'gpu0'"),
             ({"data_devices": ["cpu", "cuda:99"]}, r"cuda:99 .*cpu"),
             ({"data_devices": ["cpu", "meta"]}, r"meta .*cpu"),
         ],
@@ -143,7 +143,7 @@ class TestTraining:
 
     def test_plain_dataloader_of_several_devices_warns(self, tmp_path: Path) -> None:
         trainer = make_trainer(tmp_path, strategy="memmap_superbatch", devices=2)
-        with pytest.warns(UserWarning, match=r"with 2 data devices: a step has the rows"):
+        with pytest.warns(UserWarning, match=r"2 data devices"):
             trainer.fit(Regression(), DataLoader(TRAIN, 16), DataLoader(VAL, 16))
 
     @pytest.mark.parametrize("strategy", ["memmap_superbatch", "memmap_dp"])
@@ -154,7 +154,7 @@ class TestTraining:
         data.prepare_data()
         data.setup("fit")
         trainer = make_trainer(tmp_path, strategy=strategy, devices=2)
-        with pytest.warns(UserWarning, match="gives 4 rows .* has 8: .*datamodule="):
+        with pytest.warns(UserWarning, match="4 rows .* 8.*datamodule="):
             trainer.fit(Regression(), data.train_dataloader(), data.val_dataloader())
 
     def test_super_batches_of_any_loader_are_assembled(

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_memmap.compare.parity import HashedTransform, hash_batch
 from lightning_memmap.compare.prepare import stored_batches
 from lightning_memmap.store import Store
-from lightning_memmap.strategies.microbatch import MicroBatches
+from lightning_memmap.strategies._replica_batches import ReplicaBatches
 from tests.rows import CPU, make_loader, make_sampler
 
 BATCH = {
@@ -60,8 +60,8 @@ def test_rows_read_one_by_one_have_the_hashes_of_a_loader(
 
 
 def test_divided_batch_has_the_rows_of_its_batch() -> None:
-    divided = MicroBatches.split(BATCH, [CPU] * 3)
-    assert len(divided.parts) == 3
+    divided = ReplicaBatches.split(BATCH, [CPU] * 3)
+    assert len(divided.batches) == 3
     assert hash_batch(divided) == hash_batch(BATCH)
 
 

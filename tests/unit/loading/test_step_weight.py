@@ -10,7 +10,7 @@ import torch
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.step_weight import StepWeight
 from lightning_memmap.store import Store
-from lightning_memmap.strategies._base import RowWeighted
+from lightning_memmap.strategies._weighted_loss import WeightedLoss
 from tests.rows import assembled, make_loader
 
 NumberedStore = Callable[..., Store]
@@ -35,7 +35,7 @@ def scales(strategy: Any, batches: Iterator[Any]) -> list[float]:
     found = []
     for batch in batches:
         strategy._loss_scale = 1.0
-        RowWeighted._update_loss_scale(strategy, batch)
+        WeightedLoss._update_loss_scale(strategy, batch)
         found.append(strategy._loss_scale)
     return found
 

@@ -36,5 +36,5 @@ def test_table_has_a_row_for_each_member_and_their_mean() -> None:
 
 
 def test_results_that_are_not_there_are_missed(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no member has recorded a fit"):
+    with pytest.raises(FileNotFoundError, match="fit"):
         read_results(tmp_path)

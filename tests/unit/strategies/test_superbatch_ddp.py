@@ -40,8 +40,8 @@ def test_groups_of_gpus_belong_to_local_ranks(monkeypatch: pytest.MonkeyPatch) -
     ("options", "devices", "words"),
     [
         ({"data_devices_per_process": 0}, 2, "data_devices_per_process=0"),
-        ({"data_devices_per_process": 3}, 4, "does not divide Trainer(devices=4)"),
-        ({"data_devices_per_process": 1, "root_holds_data": False}, 2, "no device is left"),
+        ({"data_devices_per_process": 3}, 4, "Trainer(devices=4)"),
+        ({"data_devices_per_process": 1, "root_holds_data": False}, 2, "root_holds_data=False"),
     ],
 )
 def test_groups_that_cannot_be_are_refused(

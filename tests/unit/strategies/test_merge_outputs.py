@@ -1,4 +1,4 @@
-"""The rows of a step in parts: how a batch is divided, and what is computed of it merged."""
+"""The batches of replicas: how rows are divided, and outputs merged."""
 
 import dataclasses
 from typing import Any
@@ -9,7 +9,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_memmap.loading import Padded, RowList
-from lightning_memmap.strategies.microbatch import MicroBatches, OutputLengths
+from lightning_memmap.strategies._merge_outputs import OutputLengths, OutputMerger
+from lightning_memmap.strategies._replica_batches import ReplicaBatches
+from lightning_memmap.strategies._split_rows import split_rows
 from tests.rows import CPU
 
 
@@ -21,21 +23,21 @@ class Boxes:
 
 def test_tensordict_is_scattered_and_assembled() -> None:
     batch = TensorDict({"a": torch.arange(7), "b": {"c": torch.ones(7, 2)}}, [7])
-    scattered = MicroBatches.split(batch, [CPU] * 3)
-    assert [each["a"].tolist() for each in scattered.parts] == [[0, 3, 6], [1, 4], [2, 5]]
+    scattered = ReplicaBatches.split(batch, [CPU] * 3)
+    assert [each["a"].tolist() for each in scattered.batches] == [[0, 3, 6], [1, 4], [2, 5]]
     assert scattered.assembled.batch_size == (7,)
     assert torch.equal(scattered["a"], torch.arange(7))
     assert scattered.assembled["b", "c"].shape == (7, 2)
 
 
 def test_batch_of_two_is_unpacked() -> None:
-    x, y = MicroBatches.split((torch.arange(5), torch.arange(5, 10)), [CPU] * 2)  # type: ignore[misc]
+    x, y = ReplicaBatches.split((torch.arange(5), torch.arange(5, 10)), [CPU] * 2)  # type: ignore[misc]
     assert x.tolist() == [0, 1, 2, 3, 4]
     assert y.tolist() == [5, 6, 7, 8, 9]
 
 
 def test_loop_over_a_dict_names_the_keys() -> None:
-    batch: Any = MicroBatches.split({"x": torch.arange(3), "y": torch.ones(3)}, [CPU] * 2)
+    batch: Any = ReplicaBatches.split({"x": torch.arange(3), "y": torch.ones(3)}, [CPU] * 2)
     assert [*batch.keys()] == ["x", "y"]
     with pytest.raises(TypeError, match=r"batch\[0\]: .*batch\.keys\(\)"):
         list(batch)
@@ -45,30 +47,30 @@ def test_loop_over_a_dict_names_the_keys() -> None:
 
 @pytest.mark.parametrize("batch", [["a", "b"], {"x": torch.ones(3), "name": "a"}, torch.ones(())])
 def test_batch_with_values_that_are_not_rows_stays_whole(batch: Any) -> None:
-    with pytest.warns(UserWarning, match=r"^batch.* has no rows.*instead of in 2 parts"):
-        scattered = MicroBatches.split(batch, [CPU] * 2)
-    assert scattered.parts == [batch]
-    assert scattered.rows == [1]
-    assert scattered.merge([["output"]]) == ["output"]
+    with pytest.warns(UserWarning, match=r"^batch.* 2 parts"):
+        scattered = ReplicaBatches.split(batch, [CPU] * 2)
+    assert scattered.batches == [batch]
+    assert [*map(len, scattered.row_ranges)] == [1]
+    assert OutputMerger(scattered.row_ranges, CPU).merge([["output"]]) == ["output"]
 
 
 def test_batch_with_rows_that_differ_in_length_is_divided() -> None:
     texts = [f"row {row}" for row in range(5)]
     batch = {"text": RowList(texts), "sound": Padded(torch.ones(5, 3), torch.arange(5))}
-    scattered = MicroBatches.split(batch, [CPU] * 2)
-    assert [each["text"] for each in scattered.parts] == [texts[::2], texts[1::2]]
-    assert [each["sound"].lengths.tolist() for each in scattered.parts] == [[0, 2, 4], [1, 3]]
+    scattered = ReplicaBatches.split(batch, [CPU] * 2)
+    assert [each["text"] for each in scattered.batches] == [texts[::2], texts[1::2]]
+    assert [each["sound"].lengths.tolist() for each in scattered.batches] == [[0, 2, 4], [1, 3]]
     assert scattered["text"] == texts
 
 
 @pytest.mark.parametrize(("num_rows", "num_devices"), [(1, 2), (5, 1)])
 def test_batch_that_is_not_divided_is_merged_as_it_is(num_rows: int, num_devices: int) -> None:
-    scattered = MicroBatches.split(torch.arange(num_rows), [CPU] * num_devices)
-    assert scattered.rows == [num_rows]
+    scattered = ReplicaBatches.split(torch.arange(num_rows), [CPU] * num_devices)
+    assert [*map(len, scattered.row_ranges)] == [num_rows]
     assert torch.equal(scattered.assembled, torch.arange(num_rows))
     ragged = [torch.ones(row + 1) for row in range(num_rows)]
     output = {"rows": torch.arange(num_rows) * 2, "ragged": ragged, "mean": torch.tensor(3.0)}
-    found = scattered.merge([output])
+    found = OutputMerger(scattered.row_ranges, CPU).merge([output])
     assert torch.equal(found["rows"], output["rows"])
     assert list(map(len, found["ragged"])) == [row + 1 for row in range(num_rows)]
     assert found["mean"] == 3.0
@@ -77,9 +79,9 @@ def test_batch_that_is_not_divided_is_merged_as_it_is(num_rows: int, num_devices
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_merge_puts_rows_into_the_order_of_the_step(first: int) -> None:
     batches = [torch.arange((i - first) % 3, 8, 3) for i in range(3)]
-    scattered = MicroBatches.of_devices(batches, 8, first, CPU)
-    assert scattered.rows == [len(rows) for rows in batches]
-    merged = scattered.merge(
+    scattered = ReplicaBatches.of_devices(batches, 8, first, CPU)
+    assert [*map(len, scattered.row_ranges)] == [len(rows) for rows in batches]
+    merged = OutputMerger(scattered.row_ranges, CPU).merge(
         [
             {
                 "rows": rows,
@@ -117,15 +119,14 @@ def test_parts_have_the_rows_of_their_places_and_all_that_has_none() -> None:
         "scale": torch.tensor(2.0),
         "name": "n",
     }
-    parts = MicroBatches.split(batch, [CPU] * 3, [range(2), range(2, 2), range(2, 3)])
-    assert parts.rows == [2, 0, 1]
+    parts = split_rows(batch, [range(2), range(2, 2), range(2, 3)], [CPU] * 3)
     # A part without rows has a copy of one.
-    assert [part["x"].tolist() for part in parts.parts] == [[0, 1], [0], [2]]
-    assert [part["text"] for part in parts.parts] == [["a", "b"], ["a"], ["c"]]
-    assert [(part["scale"].item(), part["name"]) for part in parts.parts] == [(2.0, "n")] * 3
+    assert [part["x"].tolist() for part in parts] == [[0, 1], [0], [2]]
+    assert [part["text"] for part in parts] == [["a", "b"], ["a"], ["c"]]
+    assert [(part["scale"].item(), part["name"]) for part in parts] == [(2.0, "n")] * 3
     for name, wrong in (("x", torch.arange(4)), ("text", RowList("ab"))):
-        with pytest.raises(ValueError, match=rf"batch\['{name}'\] is not 3 rows"):
-            MicroBatches.split({**batch, name: wrong}, [CPU] * 2, [range(1), range(1, 3)])
+        with pytest.raises(ValueError, match=rf"batch\['{name}'\].* 3 rows"):
+            split_rows({**batch, name: wrong}, [range(1), range(1, 3)], [CPU] * 2)
 
 
 class TestOutputLengths:
@@ -134,10 +135,8 @@ class TestOutputLengths:
         known, found = OutputLengths(), []
         for rows in lengths:
             places = [range(0, sum(rows), 2), range(1, sum(rows), 2)]
-            parts = MicroBatches([None, None], places, CPU)
-            parts.lengths = known
             outputs = [{"classes": torch.arange(4), "rows": torch.arange(n)} for n in rows]
-            found.append(parts.merge(outputs))
+            found.append(OutputMerger(places, CPU, known).merge(outputs))
         return found
 
     def test_entries_per_class_are_not_rows_once_the_rows_are_others(self) -> None:

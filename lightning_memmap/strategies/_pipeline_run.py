@@ -1,0 +1,183 @@
+"""Running batches through the stages of a pipeline, in micro-batches."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from lightning_memmap.strategies._pipeline_exchange import broadcast_nested
+from lightning_memmap.strategies._split_rows import even_ranges, split_rows
+
+#: By name, the classes of schedules of ``torch.distributed.pipelining``.
+SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+}
+#: Schedules that are kept, each with buffers for all of its micro-batches. One is enough unless
+#: shapes differ by more than rows, as with padded text, or parameters are frozen in turn.
+_MAX_KEPT = 4
+
+
+def check_schedule(schedule: str, num_microbatches: int, num_processes: int) -> None:
+    """Raise for a number of micro-batches that a schedule cannot run."""
+    num = num_microbatches
+    rounds = max(1, num // num_processes)
+    if schedule == "1f1b" and num < num_processes:
+        needed = f"at least {num_processes}"
+    elif schedule == "interleaved" and num % rounds:
+        needed = f"a multiple of {num_processes}"
+    else:
+        return
+    raise ValueError(
+        f"num_microbatches={num}: schedule={schedule!r} with {num_processes} processes in a"
+        f" pipeline needs {needed}"
+    )
+
+
+@dataclass(eq=False)
+class StagePipeline:
+    """Runs batches through the stages of all processes of a pipeline; all call each method.
+
+    Only the process with the first stage uses the values of a batch; the others use its shape.
+    Micro-batches have the same shape as in the largest batch so far: a smaller batch, such as the
+    last of an epoch, is padded with duplicate rows that are excluded from loss and output.
+
+    Args:
+        module: The whole module.
+        stages: The stages of this process, by index.
+        num_stages: The number of all stages.
+        schedule: A name in `SCHEDULES`.
+        num_microbatches: Micro-batches of a batch.
+        group: The processes of the pipeline.
+        device: The device of this process.
+    """
+
+    module: nn.Module
+    stages: Mapping[int, nn.Module]
+    num_stages: int
+    schedule: str
+    num_microbatches: int
+    group: dist.ProcessGroup
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        # By shapes and frozen parameters, a schedule and the rows of its micro-batches.
+        self._schedules: dict[Hashable, tuple[Any, int]] = {}
+        # Known after the first training step of each schedule.
+        self._loss_dtype: torch.dtype | None = None
+        # The loss of one micro-batch, by its number; None outside of training steps.
+        self._loss: Callable[[int, Any], Tensor] | None = None
+        self._has_last = self.num_stages - 1 in self.stages
+        # The schedule passes a number to the loss of each micro-batch.
+        self._numbers = torch.arange(self.num_microbatches) if self._has_last else None
+        # The global rank of the process with the last stage.
+        self._last = dist.get_global_rank(self.group, dist.get_world_size(self.group) - 1)
+
+    def train(
+        self, args: Sequence[Tensor], num_rows: int, batch: Any, loss: Callable[[Any, Any], Tensor]
+    ) -> Tensor:
+        """Run the forward and backward pass of a batch, and return its loss.
+
+        Args:
+            args: The inputs of the first stage, with ``num_rows`` rows each.
+            num_rows: The rows of the batch.
+            batch: The batch, as the loss takes it.
+            loss: The mean loss over rows of an output of the last stage and a batch.
+
+        Returns:
+            The mean loss over all rows, on every process. Gradients have been accumulated.
+        """
+        schedule, length = self._schedule_for(args, num_rows)
+        row_ranges = even_ranges(num_rows, self.num_microbatches)
+        losses: list[Tensor] = []
+        if self._has_last:
+            parts = split_rows(batch, row_ranges, [self.device] * len(row_ranges))
+
+            def weighted(index: int, output: Any) -> Tensor:
+                rows = len(row_ranges[index])
+                unpadded = apply_to_collection(output, Tensor, lambda leaf: leaf[: max(1, rows)])
+                return loss(unpadded, parts[index]) * (rows / num_rows)
+
+            self._loss = weighted
+        try:
+            # The backward pass must not run under autocast; the stages enter it themselves.
+            with torch.autocast(self.device.type, enabled=False):
+                schedule.step(
+                    *self._padded(args, row_ranges, length),
+                    target=self._numbers,
+                    losses=losses if self._has_last else None,
+                    return_outputs=False,
+                )
+        finally:
+            self._loss = None
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = sum((part.detach() for part in losses), zero)
+        dist.broadcast(total, self._last, group=self.group)
+        if self._loss_dtype is None:
+            dtypes = [losses[0].dtype if losses else None]
+            dist.broadcast_object_list(dtypes, self._last, self.group, self.device)
+            self._loss_dtype = dtypes[0]
+        return total.to(self._loss_dtype)
+
+    def evaluate(self, args: Sequence[Tensor], num_rows: int) -> Any:
+        """Return the output of the last stage on every process, without gradients."""
+        schedule, length = self._schedule_for(args, num_rows)
+        row_ranges = even_ranges(num_rows, self.num_microbatches)
+        output = schedule.eval(*self._padded(args, row_ranges, length), target=self._numbers)
+        if self._has_last and num_rows < length * len(row_ranges):
+            rows = [
+                n * length + row for n, part in enumerate(row_ranges) for row in range(len(part))
+            ]
+            output = apply_to_collection(output, Tensor, lambda leaf: leaf[rows])
+        return broadcast_nested(output, self._last, self.group, self.device)
+
+    def _padded(self, args: Sequence[Tensor], row_ranges: list[range], length: int) -> list[Tensor]:
+        """Return the rows of all micro-batches, each padded to ``length``, on the first process."""
+        if 0 not in self.stages:
+            return []
+        filled = [part or range(1) for part in row_ranges]
+        rows = [part[min(row, len(part) - 1)] for part in filled for row in range(length)]
+        return [arg[rows] if len(rows) > len(arg) else arg for arg in args]
+
+    def _schedule_for(self, args: Sequence[Tensor], num_rows: int) -> tuple[Any, int]:
+        """Return the schedule for a batch, and the rows of its micro-batches."""
+        key = (
+            tuple((arg.shape[1:], arg.dtype) for arg in args),
+            torch.is_autocast_enabled(self.device.type),
+            torch.get_default_dtype(),
+            # All stages count, because the processes create their schedules together.
+            tuple(parameter.requires_grad for parameter in self.module.parameters()),
+        )
+        size = -(-num_rows // self.num_microbatches)
+        if key not in self._schedules or self._schedules[key][1] < size:
+            if len(self._schedules) == _MAX_KEPT:
+                self._schedules.clear()
+            self._schedules[key] = (self._new_schedule(), size)
+        return self._schedules[key]
+
+    def _new_schedule(self) -> Any:
+        from lightning_memmap.strategies._scheduled_stage import ScheduledStage, schedule_class
+
+        self._loss_dtype = None
+        stages = [
+            ScheduledStage(stage, index, self.num_stages, self.device, group=self.group)
+            for index, stage in sorted(self.stages.items())
+        ]
+        return schedule_class(SCHEDULES[self.schedule])(
+            stages if self.schedule == "interleaved" else stages[0],
+            self.num_microbatches,
+            loss_fn=self._micro_loss,
+            # The losses are weighted by their rows instead.
+            scale_grads=False,
+        )
+
+    def _micro_loss(self, output: Any, index: Tensor) -> Tensor:
+        if self._loss is None:
+            # The schedule computes a loss in evaluation as well.
+            return torch.zeros(())
+        return self._loss(int(index), output)

@@ -1,0 +1,68 @@
+"""Dividing the rows of a batch among devices or micro-batches."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from lightning_memmap.loading.nested import named_leaves, rebuilt
+from lightning_memmap.schema.fields import RowList
+
+#: Types whose first dimension may be rows.
+WITH_ROWS = (Tensor, TensorDictBase)
+
+
+def row_count(value: Any) -> int:
+    """Return the rows of a tensor, a TensorDict or a `RowList`; -1 for anything else."""
+    if isinstance(value, RowList):
+        return len(value)
+    return value.shape[0] if isinstance(value, WITH_ROWS) and len(value.shape) > 0 else -1
+
+
+def split_rows(
+    batch: Any, row_ranges: Sequence[range], devices: Sequence[torch.device]
+) -> list[Any]:
+    """Return one batch for each range of rows, on its device.
+
+    Args:
+        batch: A batch. Leaves without rows are in every part.
+        row_ranges: The rows of each part, which together are all rows. A part without rows has a
+            copy of the first row, which the caller must not count.
+        devices: The device of each part.
+
+    Raises:
+        ValueError: A leaf has another number of rows, or is a nested tensor.
+    """
+    leaves = [*named_leaves(batch)]
+    num_rows = sum(map(len, row_ranges))
+    for name, leaf in leaves:
+        if getattr(leaf, "is_nested", False):
+            raise ValueError(
+                f"batch{name} is a nested tensor, which torch cannot divide by rows: store its"
+                " field in the form 'pad' or 'list'"
+            )
+        if row_count(leaf) not in (-1, num_rows):
+            raise ValueError(
+                f"batch{name} does not have {num_rows} rows, as the input of the module does: the"
+                " first dimension of every tensor must be the rows; omit others from the batch"
+            )
+    return [
+        rebuilt(batch, (_select(leaf, rows or range(1), device) for _, leaf in leaves))
+        for rows, device in zip(row_ranges, devices, strict=False)
+    ]
+
+
+def _select(leaf: Any, rows: range, device: torch.device) -> Any:
+    selected = slice(rows.start, rows.stop, rows.step)
+    if isinstance(leaf, RowList):
+        return RowList(leaf[selected])
+    return leaf if row_count(leaf) < 0 else leaf[selected].contiguous().to(device)
+
+
+def even_ranges(num_items: int, num_parts: int) -> list[range]:
+    """Divide ``range(num_items)`` into consecutive ranges whose sizes differ by at most one."""
+    bounds = [num_items * index // num_parts for index in range(num_parts + 1)]
+    return [range(start, stop) for start, stop in pairwise(bounds)]
