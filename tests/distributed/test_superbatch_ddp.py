@@ -90,3 +90,14 @@ def test_buffers_of_all_dtypes_are_those_of_the_first_process_in_each_step(tmp_p
 def test_parameters_that_a_step_does_not_use_are_told_with_the_strategy(tmp_path: Path) -> None:
     for rank in launch("training.leave_parameters_out", tmp_path, processes=2, **BY_TWO):
         assert "SuperBatchDDPStrategy(find_unused_parameters=True)" in rank["error"]
+
+
+@pytest.mark.parametrize("toggles", [False, True], ids=["logs", "toggles optimizers"])
+def test_compiled_module_trains_and_logs_as_it_is(tmp_path: Path, toggles: bool) -> None:
+    options = {"rows": ROWS, "toggles": toggles}
+    for rank in launch("training.fit_compiled", tmp_path, processes=2, **options):
+        compiled, plain = rank["compiled"], rank["plain"]
+        torch.testing.assert_close(compiled["weights"], plain["weights"], rtol=0, atol=1e-12)
+        assert compiled["logged"] == pytest.approx(plain["logged"], abs=1e-6)
+        assert compiled["logged"].keys() >= {"train_loss"}
+        assert not compiled["left"]

@@ -15,6 +15,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 
@@ -45,6 +46,7 @@ from tests.strategies.contract import (
     contracts_in,
     make_run,
 )
+from tests.strategies.traces import changed_by_fit
 from tests.versions import weights_only
 
 #: Gradients that are computed in several calls are rounded otherwise, and bf16 keeps 8 bits. Seen:
@@ -137,6 +139,15 @@ class TestRegistration:
         strategy = CONTRACTS[name].make_class()()
         trainer = make_trainer(tmp_path, strategy=strategy, devices=DEVICES, accelerator="cpu")
         assert trainer.strategy is strategy
+
+
+@every_strategy
+def test_fit_leaves_nothing_on_module_plugin_and_trainer(tmp_path: Path, name: str) -> None:
+    left = {}
+    for key in (REFERENCE, name):
+        trainer, data = make_run(key, tmp_path, plugins=[Precision()], max_epochs=1)
+        left[key] = changed_by_fit(trainer, Regression(), data)
+    assert not left[name] - left[REFERENCE]
 
 
 @every_strategy
@@ -264,7 +275,7 @@ class TestTraining:
         trainer, data = make_run(name, tmp_path)
         is_divided = name == "memmap_dp" and torch.cuda.device_count() > 1
         if "mode" in options and is_divided:
-            with pytest.raises(ValueError, match=r"CUDA graphs.*on 2 devices"):
+            with pytest.raises(ValueError, match=r"CUDA graphs.* 2 devices"):
                 trainer.fit(torch.compile(module, **options), datamodule=data)
             return
         trainer.fit(torch.compile(module, **options), datamodule=data)

@@ -14,6 +14,7 @@ from lightning_memmap import MemmapDataModule
 from tests.distributed.harness import free_port
 from tests.distributed.scenarios.fsdp2 import fit
 from tests.models import Points, Regression, make_trainer
+from tests.strategies.traces import changed_by_fit
 
 
 def errors(out: Path) -> dict[str, Any]:
@@ -80,13 +81,15 @@ def plugins(out: Path, strategy: str) -> dict[str, Any]:
 
     entered: list[bool] = []
     plugin.train_step_context = train_step_context  # type: ignore[method-assign]
-    before = {**vars(plugin)}
-    trainer = make_trainer(out, strategy=strategy, devices=2, plugins=[plugin])
     data = MemmapDataModule(
         Points(26), Points(12), store_dir=out / "stores", batch_size=6, num_shards=4
     )
-    trainer.fit(Regression(), data)
-    found = {"left": vars(plugin) == before, "entered": len(entered)}
+    reference = make_trainer(out, strategy="ddp", devices=2, plugins=[Precision()])
+    expected = changed_by_fit(reference, Regression(), data)
+    entered.clear()
+    trainer = make_trainer(out, strategy=strategy, devices=2, plugins=[plugin])
+    left = changed_by_fit(trainer, Regression(), data) - expected
+    found: dict[str, Any] = {"left": sorted(left), "entered": len(entered)}
     found["inference"] = trainer.test_loop.inference_mode
     rank = dist.get_rank()
     dist.barrier()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.strategies import STRATEGIES
+from lightning_memmap.strategies import STRATEGIES, SuperBatchDDPStrategy
 from tests.models import CombinedData, Points, Regression, TwoOptimizers, make_trainer, weights
 
 #: The last two steps of an epoch have 12 and 11 rows, which 2 processes do not divide.
@@ -104,6 +104,22 @@ class Noting(Regression):
 
     def on_train_end(self) -> None:
         (self.out / f"rows{self.global_rank}.json").write_text(json.dumps(self.seen["train"]))
+
+
+def fit_compiled(out: Path, rows: int, toggles: bool) -> dict[str, Any]:
+    """Train a module as it is, and compiled. Weights and logged values of both."""
+    found = {}
+    for name in ("plain", "compiled"):
+        torch.manual_seed(0)
+        module = TwoOptimizers() if toggles else Regression()
+        strategy = SuperBatchDDPStrategy(find_unused_parameters=toggles)
+        data = MemmapDataModule(Points(rows), store_dir=out / "stores", batch_size=4)
+        trainer = make_trainer(out, strategy=strategy, devices=2, max_epochs=2, precision="64-true")
+        target: Any = torch.compile(module, backend="eager") if name == "compiled" else module
+        trainer.fit(target, data)
+        logged = {key: value.item() for key, value in trainer.callback_metrics.items()}
+        found[name] = {"weights": weights(module), "logged": logged, "left": "log" in vars(module)}
+    return found
 
 
 class ReadAhead:
