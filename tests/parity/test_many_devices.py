@@ -97,12 +97,10 @@ def test_epoch_of_another_striping_is_resumed_by_naming_it(tmp_path: Path) -> No
         trainer.fit(module, data, ckpt_path=ckpt_path)
         return module
 
-    counts = "1, 2, 3, 4, 6, 8, 12 or 24 data devices keep it"
-    with pytest.warns(
-        UserWarning, match=f"24 shards, which 16 data devices .* over 32, .* {counts}"
-    ):
+    counts = "1, 2, 3, 4, 6, 8, 12 or 24 data devices"
+    with pytest.warns(UserWarning, match=f"24 shards, which 16 data devices .* 32, .* {counts}"):
         begun = fit(16, stop=2)
-    with pytest.raises(ValueError, match="resume with num_shards=32 and a number of data devices"):
+    with pytest.raises(ValueError, match="num_shards=32"):
         fit(8, ckpt_path=tmp_path / "stopped.ckpt")
     resumed = fit(8, ckpt_path=tmp_path / "stopped.ckpt", num_shards=32)
     whole = fit(4, num_shards=32)
