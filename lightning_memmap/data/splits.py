@@ -10,11 +10,11 @@ from reprlib import repr as short_repr
 from typing import Any
 
 import numpy as np
-from tensordict import TensorDictBase
 from torch.utils.data import Dataset
 
 from lightning_memmap.store.sources.column_dataset import is_dict_of_splits, way_out
 from lightning_memmap.store.sources.stream import is_stream
+from lightning_memmap.tensordict_types import tensordict_types
 
 SPLITS = ("train", "val", "test", "predict")
 #: The splits of each stage of a Trainer.
@@ -113,7 +113,7 @@ def _entries(value: Any) -> dict[Any, Any]:
 
 def _is_by_name(value: Any) -> bool:
     """Return whether a value is a mapping, other than a TensorDict, which is one dataset."""
-    return isinstance(value, Mapping) and not isinstance(value, TensorDictBase)
+    return isinstance(value, Mapping) and not isinstance(value, tensordict_types())
 
 
 def _is_dataset(value: Any) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 from typing_extensions import override
 
@@ -20,6 +19,7 @@ from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.schema.fields import Field, Values
 from lightning_memmap.schema.stack import Branch, Samples
 from lightning_memmap.schema.structure import Node, Path
+from lightning_memmap.tensordict_types import is_tensorclass, tensordict_types
 
 #: Types whose values nobody can change.
 _FROZEN = {int, float, complex, bool, str, bytes, type(None), *np.sctypeDict.values()}
@@ -42,7 +42,7 @@ def copied(sample: Any) -> Any:
     if isinstance(sample, tuple):
         values = [copied(value) for value in sample]
         return kind._make(values) if hasattr(kind, "_fields") else tuple(values)
-    if isinstance(sample, TensorDictBase) or is_tensorclass(sample):
+    if isinstance(sample, tensordict_types()) or is_tensorclass(sample):
         return sample.clone()
     if isinstance(sample, Mapping):
         return {key: copied(value) for key, value in sample.items()}

@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 import msgspec
 import torch
 from msgspec.structs import replace
-from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from lightning_memmap.errors import MismatchError, SchemaError, StoreError
 from lightning_memmap.schema.fields import MAX_NAME_LENGTH, Field, RowList, where
+from lightning_memmap.tensordict_types import is_tensorclass, tensordict_types
 
 MAX_DEPTH = 32
 #: An untrusted schema may name many classes, and making one takes a millisecond.
@@ -165,7 +165,7 @@ def children_of(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | No
     """Kind, keys and values of a container; None for a leaf."""
     if isinstance(value, (Tensor, RowList)):
         return None
-    if isinstance(value, TensorDictBase):
+    if isinstance(value, tensordict_types()):
         return "tensordict", list(value.keys()), list(value.values())
     if isinstance(value, Mapping):
         for key in value:
@@ -276,6 +276,8 @@ def builder(node: Node, sample: Any, index: Mapping[str, int], *, is_row: bool =
     if node.kind == "dict":
         return lambda leaves: {key: child(leaves) for key, child in children}
     if node.kind == "tensordict":
+        from tensordict import TensorDict  # Only here; see tensordict_types.
+
         first_field = index[node.fields[0].name]
 
         def build_tensordict(leaves: Leaves) -> Any:

@@ -9,12 +9,11 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_memmap.errors import StoreError, check_integer, nearest
@@ -27,7 +26,9 @@ from lightning_memmap.store.columns import Column
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ItemRows, MappedRows, OpenColumn
 from lightning_memmap.store.progress import ShowProgress
-from lightning_memmap.store.tensordicts import Source, rows_of_shards
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 
 @dataclass(frozen=True)
@@ -314,7 +315,7 @@ class Store:
             f"{nearest(field, names)}"
         )
 
-    def as_tensordict(self) -> TensorDict:
+    def as_tensordict(self) -> "TensorDict":
         """Return all rows as a TensorDict of memory-mapped tensors, nested like a sample.
 
         The rows are in file order, shard after shard, not in dataset order. Items of a tuple or
@@ -336,9 +337,11 @@ class Store:
             StoreError: The store was replaced after it was opened, is damaged, or consists of
                 several stores.
         """
+        from lightning_memmap.store.tensordicts import rows_of_shards  # It imports tensordict.
+
         return rows_of_shards(self._mapped_again, range(self.num_shards))
 
-    def shard(self, shard: int) -> TensorDict:
+    def shard(self, shard: int) -> "TensorDict":
         """Return the rows of one shard, as `as_tensordict` returns all of them.
 
         Args:
@@ -356,6 +359,8 @@ class Store:
         index = check_integer("shard", shard)
         if not 0 <= index < self.num_shards:
             raise IndexError(f"shard={shard}: the store has {self.num_shards} shards, from 0")
+        from lightning_memmap.store.tensordicts import rows_of_shards  # It imports tensordict.
+
         return rows_of_shards(self._mapped_again, range(index, index + 1))
 
     def items_of(self, field: str) -> Tensor:
@@ -375,6 +380,8 @@ class Store:
         index = self._index_of(field)
         if not self.schema.fields[index].num_variable:
             raise ValueError(f"field {field!r}: all its rows have one shape: see as_tensordict()")
+        from lightning_memmap.store.tensordicts import Source  # It imports tensordict.
+
         return Source(self._mapped_again, index, "items", range(self.num_shards)).view()
 
     @cached_property

@@ -14,7 +14,6 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from tensordict import MemoryMappedTensor, TensorDict
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
@@ -36,8 +35,9 @@ from lightning_memmap.store.sources.column import (
 from lightning_memmap.store.sources.column_dataset import ColumnDataset, is_array_like
 from lightning_memmap.store.sources.stream import Spool
 from lightning_memmap.store.workers import RowNumbers
+from lightning_memmap.tensordict_types import is_exactly
 
-_MEMORY_TYPES = {Tensor, Parameter, MemoryMappedTensor, np.ndarray, np.memmap}
+_MEMORY_TYPES = {Tensor, Parameter, np.ndarray, np.memmap}
 _FILE_MODULES = {"h5py", "zarr"}
 #: Datasets of columns that lie side by side, and their attribute.
 _SIDE_BY_SIDE = {TensorDataset: "tensors", ColumnDataset: "columns", StackDataset: "datasets"}
@@ -95,9 +95,8 @@ def is_read_by_item(dataset: Any) -> bool:
     """Whether each row of a dataset is made by itself, as far as its class tells."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
-    known = {*_SIDE_BY_SIDE, ConcatDataset, TensorDict}
-    is_known = type(dataset) in known or _is_array(dataset) or _is_hugging_face(dataset)
-    return not is_known
+    is_known = type(dataset) in {*_SIDE_BY_SIDE, ConcatDataset} or is_exactly(dataset, "TensorDict")
+    return not (is_known or _is_array(dataset) or _is_hugging_face(dataset))
 
 
 def in_turn(sources: Sequence[Source], sizes: Sequence[int]) -> Source:
@@ -190,11 +189,17 @@ def _side_by_side(dataset: Any, node: Node) -> Any:
         from lightning_memmap.store.sources.tables import hugging_face_columns
 
         return hugging_face_columns(dataset, node)
-    return dataset if kind is TensorDict else getattr(dataset, _SIDE_BY_SIDE.get(kind, ""), None)
+    if is_exactly(dataset, "TensorDict"):
+        return dataset
+    return getattr(dataset, _SIDE_BY_SIDE.get(kind, ""), None)
+
+
+def _is_in_memory(values: Any) -> bool:
+    return type(values) in _MEMORY_TYPES or is_exactly(values, "MemoryMappedTensor")
 
 
 def _is_array(values: Any) -> bool:
-    if type(values) in _MEMORY_TYPES:
+    if _is_in_memory(values):
         is_nested = isinstance(values, Tensor) and values.is_nested
         return not is_nested and values.ndim > 0
     is_file = type(values).__module__.partition(".")[0] in _FILE_MODULES
@@ -240,7 +245,7 @@ class _ArrayRows(Branch):
 
 def _rows_of_array(values: Any, rows: RowNumbers) -> Branch:
     """Rows of a tensor or array, or of one in a file, which is read by slices."""
-    is_memory = type(values) in _MEMORY_TYPES
+    is_memory = _is_in_memory(values)
     if isinstance(rows, range):
         found = values[rows.start : rows.stop]
     elif isinstance(values, Tensor):
