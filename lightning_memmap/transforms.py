@@ -17,10 +17,10 @@ from torch.utils.data import default_collate
 from lightning_memmap.errors import is_argument_mismatch
 from lightning_memmap.loading.nested import (
     check_alike,
+    children_of,
     kind_of,
     named_leaves,
-    opened,
-    remade,
+    with_children,
 )
 from lightning_memmap.loading.transform import OnSuperBatch, check_callable
 from lightning_memmap.schema.fields import RowList
@@ -109,14 +109,14 @@ def _collated(results: list[Any], lists: Collection[str], name: str = "") -> Any
     """Collate results to a batch, in which the fields that ``lists`` names are a `RowList`."""
     if name in lists:
         return RowList(results)
-    if (first := opened(results[0])) is None:
+    if (first := children_of(results[0])) is None:
         leaf = default_collate(results)
         # default_collate returns a list of texts.
         return RowList(leaf) if isinstance(results[0], (str, bytes)) else leaf
-    rows: list[Any] = [*map(opened, results)]
+    rows: list[Any] = [*map(children_of, results)]
     columns = [_collated([row[key] for row in rows], lists, name + key) for key in first]
     # As in `default_collate`.
-    return columns if type(results[0]) is tuple else remade(results[0], columns, is_row=True)
+    return columns if type(results[0]) is tuple else with_children(results[0], columns, is_row=True)
 
 
 def _check_alike(

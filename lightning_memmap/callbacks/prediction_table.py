@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_memmap.data.splits import check_store_name
 from lightning_memmap.errors import SchemaError, StoreError, with_article
 from lightning_memmap.loading.loader import SuperBatchLoader
-from lightning_memmap.loading.nested import opened
+from lightning_memmap.loading.nested import children_of
 from lightning_memmap.placement.topology import data_parallel_rank
 from lightning_memmap.ranks import check_ranks_match, gather_from_ranks
 from lightning_memmap.sampling.rows import default_shards
@@ -276,7 +276,7 @@ def _explain_lists(prediction: Any) -> str:
 
 
 def _containers(value: Any) -> Iterator[Any]:
-    if (children := opened(value)) is not None:
+    if (children := children_of(value)) is not None:
         yield value
         for child in children.values():
             yield from _containers(child)

@@ -34,7 +34,7 @@ def hash_batch(batch: Any) -> int:
     """Sum, modulo 2**64, the XXH3 of each row over the bytes of all leaves of a (super-)batch."""
     total = 0
     for part in _device_batches(batch):
-        leaves = (_rows_of(leaf) for _, leaf in named_leaves(part, whole=(Padded,)))
+        leaves = (_rows_of(leaf) for _, leaf in named_leaves(part, leaf_types=(Padded,)))
         for row in zip(*(rows for rows in leaves if rows is not None), strict=True):
             digest = xxhash.xxh3_64()
             for value in row:

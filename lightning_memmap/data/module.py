@@ -831,7 +831,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             return {}
         is_validating = None if self.trainer is None else self.trainer.validating
         stores = None if self._set_up is None else self._set_up.train_stores
-        return Resume(*loader.stands_at(), is_validating, stores).as_dict()
+        return Resume(*loader.position(), is_validating, stores).as_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume the next fit from a saved state. Outside of a fit, the state is only checked.

@@ -1,4 +1,4 @@
-"""Threads that work on what comes next, in its order, while what came before is used."""
+"""Threads that prepare the next items, in their order, while earlier items are used."""
 
 import os
 import sys
@@ -6,78 +6,82 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from lightning_memmap.loading.row_source import released_error
 
 T = TypeVar("T")
+#: Returns the jobs that prepare an item. Each job is done by one thread.
+Jobs: TypeAlias = Callable[[], Iterable[Callable[[], None]]]
 
 
 class Ahead(Generic[T]):
-    """Things that were begun, in their order, each with the jobs that make it ready."""
+    """A queue of items that threads prepare in the background."""
 
     def __init__(self, name: str, num_threads: int) -> None:
-        self._name, self._num_threads = name, num_threads
-        self._begun = deque[tuple[T, Callable[[], Iterable[Callable[[], None]]]]]()
+        self._name = name
+        self._num_threads = num_threads
+        self._queue = deque[tuple[T, Jobs]]()
         self._is_closed = False
         self._start()
 
     def _start(self) -> None:
         self._process = os.getpid()
         self._threads = ThreadPoolExecutor(self._num_threads, self._name)
-        #: What the threads do for each of the things.
-        self._futures = deque(self._submitted(jobs) for _, jobs in self._begun)
+        #: The work of the threads on each item.
+        self._futures = deque(self._submit(jobs) for _, jobs in self._queue)
 
     def __len__(self) -> int:
-        return len(self._begun)
+        return len(self._queue)
 
-    def begin(self, thing: T, jobs: Callable[[], Iterable[Callable[[], None]]]) -> None:
-        """Let the threads make a thing ready; each of them does jobs that no other one does."""
+    def begin(self, item: T, jobs: Jobs) -> None:
+        """Append an item, and let the threads do the jobs that prepare it."""
         self._check()
-        self._begun.append((thing, jobs))
-        self._futures.append(self._submitted(jobs))
+        self._queue.append((item, jobs))
+        self._futures.append(self._submit(jobs))
 
     def first(self) -> T:
-        """The thing that was begun first, once it is ready."""
+        """Wait until the first item is ready, and return it."""
         self._check()
         for future in self._futures[0]:
             future.result()
-        # The threads may have been ended meanwhile.
+        # close() may have been called while this waited.
         self._check()
         self._futures[0].clear()
-        return self._begun[0][0]
+        return self._queue[0][0]
 
     def take(self) -> T:
-        """The same, which is then the caller's."""
-        thing = self.first()
+        """Wait until the first item is ready, and remove it from the queue."""
+        item = self.first()
         self._futures.popleft()
-        self._begun.popleft()
-        return thing
+        self._queue.popleft()
+        return item
 
     def close(self) -> list[T]:
-        """End the threads. What was begun does not get ready any more."""
-        things = [thing for thing, _ in self._begun]
+        """Stop the threads, and return the items of the queue, ready or not."""
+        items = [item for item, _ in self._queue]
         if not self._is_closed:
             self._is_closed = True
-            # When the interpreter ends, it has ended the threads, and much of the library is gone.
+            # At its exit the interpreter has stopped the threads, and deleted much of the library.
             if os.getpid() == self._process and not sys.is_finalizing():
                 self._threads.shutdown(cancel_futures=True)
-            self._begun.clear()
+            self._queue.clear()
             self._futures.clear()
-        return things
+        return items
 
     def _check(self) -> None:
-        """Check that the threads were not ended, and are those of this process."""
+        """Check that the threads run, and start them again in a forked process."""
         if self._is_closed:
             raise released_error()
         if os.getpid() != self._process:
-            # They stayed with the parent, and so may have what they did.
+            # The threads, and perhaps their results, stayed in the parent.
             self._start()
 
-    def _submitted(self, jobs: Callable[[], Iterable[Callable[[], None]]]) -> list[Future[None]]:
-        # A future for each thread: one for each job would take longer than short jobs.
-        left, lock = iter(jobs()), threading.Lock()
-        return [self._threads.submit(self._do, left, lock) for _ in range(self._num_threads)]
+    def _submit(self, jobs: Jobs) -> list[Future[None]]:
+        # One future per thread: one per job would take longer than short jobs.
+        remaining = iter(jobs())
+        lock = threading.Lock()
+        return [self._threads.submit(self._do, remaining, lock) for _ in range(self._num_threads)]
 
     def _do(self, jobs: Iterator[Callable[[], None]], lock: threading.Lock) -> None:
         while not self._is_closed:

@@ -1,4 +1,4 @@
-"""Batches without a Trainer: a loader that is used like torch's ``DataLoader``."""
+"""Batches without a Trainer: a loader that can be used like torch's ``DataLoader``."""
 
 from typing import Any
 
@@ -10,9 +10,16 @@ from lightning_memmap.loading.loader import SuperBatchLoader
 
 
 class BatchLoader(DataLoader[Any]):
-    """Yields assembled batches, those of another epoch in each iteration."""
+    """Yields assembled batches. Each iteration is the next epoch.
 
-    # Lightning's own properties, where torch has attributes.
+    Args:
+        loader: The loader of the batches.
+        device: The device that batches are assembled on.
+        sampler: Set by Lightning. A ``DistributedSampler`` makes the loader serve the rows of its
+            rank.
+    """
+
+    # Attributes of torch's class that Lightning reads and sets.
     batch_sampler: Any = None
     dataset: Any = None
 
@@ -27,25 +34,26 @@ class BatchLoader(DataLoader[Any]):
         rows: Any = range(loader.order.num_positions)
         sampler = _EpochNote(rows) if sampler is None else sampler
         super().__init__(rows, batch_size=None, sampler=sampler)
-        #: The epoch of the next iteration; None for that of the sampler.
+        #: The epoch of the next iteration; None to use the epoch of the sampler.
         self._next_epoch: int | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration has, instead of the next one."""
+        """Choose the epoch of the next iteration, instead of the next epoch."""
         self.loader.set_epoch(epoch)
         self._next_epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands; see `SuperBatchLoader.state_dict`."""
+        """Return the state of the loader; see `SuperBatchLoader.state_dict`."""
         return self.loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a saved loader stood; see `SuperBatchLoader.load_state_dict`."""
+        """Resume from a saved state; see `SuperBatchLoader.load_state_dict`."""
         self.loader.load_state_dict(state)
-        # Of another order, its position says nothing: the next iteration tells how they differ.
-        position, count = state["position"], state["num_positions"]
-        is_same = count == self.loader.order.num_positions
-        is_at_end = position == count or (
+        position = state["position"]
+        num_positions = state["num_positions"]
+        # The next iteration raises an error for a state of another order.
+        is_same = num_positions == self.loader.order.num_positions
+        is_at_end = position == num_positions or (
             is_same and not self.loader.num_steps_of(state["epoch"], position)
         )
         self.set_epoch(state["epoch"] + is_at_end)
@@ -59,7 +67,7 @@ class BatchLoader(DataLoader[Any]):
 
     @override
     def __iter__(self) -> Any:
-        # Only when the first batch is asked for: iter() alone begins no epoch.
+        # A generator, because iter() alone must not begin an epoch.
         epoch = self._next_epoch
         if epoch is None:
             epoch = getattr(self.sampler, "epoch", 0)
@@ -69,10 +77,10 @@ class BatchLoader(DataLoader[Any]):
 
 
 class _EpochNote(SequentialSampler):
-    """Remembers the epoch that a Trainer sets for a loader that was made without one."""
+    """Stores the epoch that a Trainer sets for a loader that was made without a Trainer."""
 
     epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Remember the epoch."""
+        """Store the epoch."""
         self.epoch = epoch

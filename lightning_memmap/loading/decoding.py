@@ -1,4 +1,4 @@
-"""Encoded images: threads decode those of the next step while a step is used."""
+"""Decodes the images of the next steps in threads, while the current step is used."""
 
 import math
 import os
@@ -22,65 +22,65 @@ from lightning_memmap.loading.row_source import Fetched
 from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.sampling.sampler import Sampler
 
-#: By default no more threads: between two images, each runs Python code, which one at a time can.
+#: More threads gain nothing: they hold the interpreter lock between two images.
 _MAX_THREADS = 16
-#: The step that is used, the next one, and those that a user keeps for a while.
+#: Buffers for the current step, the next one, and batches that the consumer keeps for a while.
 _NUM_BUFFERS = 6
 
 
 def default_threads(num_local_processes: int) -> int:
-    """How many threads decode by default: this process's share of the cores, 1 to 16."""
+    """Return the default number of threads: this process's fraction of the cores, 1 to 16."""
     return min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // num_local_processes))
 
 
 @dataclass(frozen=True)
 class Images:
-    """The fields of a split that are decoded."""
+    """The fields of a split whose images are decoded."""
 
-    decoders: Mapping[int, ImageDecoder]  # By the place of the field among those of the store.
+    decoders: Mapping[int, ImageDecoder]  # By the index of the field in the schema.
     num_threads: int
-    _begun: "weakref.WeakSet[Ahead[_Step]]" = field(default_factory=weakref.WeakSet)
+    _queues: "weakref.WeakSet[Ahead[_Step]]" = field(default_factory=weakref.WeakSet)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the images of one row."""
+        """Bytes of the decoded images of one row."""
         return sum(math.prod(decoder.shape) for decoder in self.decoders.values())
 
     def decoded(self, steps: Iterator[Fetched], sampler: Sampler) -> Generator[Fetched, None, None]:
-        """The same steps with images instead of their bytes, and their places behind the fields."""
+        """Yield the steps with decoded images, and append the scales and offsets if wanted."""
         fields = list[tuple[tuple[int, ...], torch.dtype]]()
         for decoder in self.decoders.values():
             fields += [(decoder.shape, torch.uint8), ((3,), torch.float32)]
-        memory = list[Callable[[int], Buffers]]()  # For each receiver.
-        # The next step is decoded, and the one behind it.
-        with closing(Ahead[_Step]("decode", self.num_threads)) as begun:
-            self._begun.add(begun)
+        memory = list[Callable[[int], Buffers]]()  # One allocator per receiver.
+        # Two steps are decoded ahead.
+        with closing(Ahead[_Step]("decode", self.num_threads)) as queue:
+            self._queues.add(queue)
             for step in steps:
                 memory = memory or [memory_for(fields, [d], _NUM_BUFFERS) for d in step.devices]
                 images = [*self._images(step, memory)]
-                begun.begin((step, images), partial(_jobs, images))
+                queue.begin((step, images), partial(_jobs, images))
                 del step, images
-                if len(begun) > 1:
-                    yield _decoded(*begun.take(), sampler)
-            while len(begun):
-                yield _decoded(*begun.take(), sampler)
+                if len(queue) > 1:
+                    yield _decoded_step(*queue.take(), sampler)
+            while len(queue):
+                yield _decoded_step(*queue.take(), sampler)
 
     def release(self) -> None:
-        """End all threads. No step comes any more."""
-        for begun in list(self._begun):
-            begun.close()
+        """Stop all threads. Iterators of `decoded` raise an error from then on."""
+        for queue in list(self._queues):
+            queue.close()
 
     def _images(
         self, step: Fetched, memory: Sequence[Callable[[int], Buffers]]
     ) -> Iterator["_FieldImages"]:
-        """The images of a step, with memory for them that nobody else holds."""
-        for receiver, (leaves, buffers) in enumerate(zip(step.leaves, memory, strict=True)):
+        """Yield the images of a step, with unused memory for their pixels."""
+        for receiver, (leaves, allocate) in enumerate(zip(step.leaves, memory, strict=True)):
             with torch.inference_mode(False):
-                found = iter(buffers(len(leaves[next(iter(self.decoders))])))
+                buffers = iter(allocate(len(leaves[next(iter(self.decoders))])))
             for index, decoder in self.decoders.items():
                 rows = leaves[index]
                 assert isinstance(rows, VariableRows)
-                yield _FieldImages(receiver, index, decoder, rows, next(found), next(found))
+                yield _FieldImages(receiver, index, decoder, rows, next(buffers), next(buffers))
 
 
 @dataclass(eq=False)
@@ -88,19 +88,21 @@ class _FieldImages:
     """The images of one field in one step, which several threads decode together."""
 
     receiver: int
-    index: int  # Of the field among the leaves of the receiver.
+    index: int  # The index of the field among the leaves of the receiver.
     decoder: ImageDecoder
-    rows: VariableRows  # Their bytes, in host memory.
-    pixels: Tensor  # Where they go, uint8 of shape (B, *shape).
-    places: Tensor  # Where their scales and offsets go, float32 of shape (B, 3).
-    errors: dict[int, Exception] = field(default_factory=dict)  # By its place in the step.
+    rows: VariableRows  # The encoded images, in host memory.
+    pixels: Tensor  # The decoded images, uint8 of shape (B, *shape).
+    geometry: Tensor  # The scale and offset of each image, float32 of shape (B, 3).
+    errors: dict[int, Exception] = field(default_factory=dict)  # By index of the image.
 
     def jobs(self) -> Iterator[Callable[[], None]]:
-        """What decodes each image."""
-        data, ends = self.rows.memory, self.rows.starts + self.rows.lengths
-        pixels, places = self.pixels.numpy(), self.places.numpy()
-        for index, (begin, end) in enumerate(zip(self.rows.starts, ends, strict=True)):
-            yield partial(self._decode, index, data[begin:end], pixels[index], places[index])
+        """Yield a function for each image that decodes it."""
+        data = self.rows.memory
+        stops = self.rows.starts + self.rows.lengths
+        pixels = self.pixels.numpy()
+        geometry = self.geometry.numpy()
+        for index, (start, stop) in enumerate(zip(self.rows.starts, stops, strict=True)):
+            yield partial(self._decode, index, data[start:stop], pixels[index], geometry[index])
 
     def _decode(self, index: int, *arguments: Any) -> None:
         try:
@@ -108,8 +110,8 @@ class _FieldImages:
         except Exception as error:
             self.errors[index] = error
 
-    def failed(self, step: Fetched, sampler: Sampler) -> Exception:
-        """The error of the first image that cannot be decoded."""
+    def failure(self, step: Fetched, sampler: Sampler) -> Exception:
+        """Return the error of the first image that cannot be decoded, with its row."""
         index = min(self.errors)
         error = self.errors[index]
         if not isinstance(error, ImageError):
@@ -125,16 +127,17 @@ _Step: TypeAlias = tuple[Fetched, list[_FieldImages]]
 
 
 def _jobs(images: list[_FieldImages]) -> Iterator[Callable[[], None]]:
-    return chain.from_iterable(each.jobs() for each in images)
+    return chain.from_iterable(field_images.jobs() for field_images in images)
 
 
-def _decoded(step: Fetched, images: list[_FieldImages], sampler: Sampler) -> Fetched:
-    """A step whose images are decoded."""
-    for each in images:
-        if each.errors:
-            raise each.failed(step, sampler)
-        leaves, device = step.leaves[each.receiver], step.devices[each.receiver]
-        leaves[each.index] = send(each.pixels, device)
-        if each.decoder.form.with_scale:
-            leaves.append(send(each.places, device))
+def _decoded_step(step: Fetched, images: list[_FieldImages], sampler: Sampler) -> Fetched:
+    """Replace the encoded images of a step, once all of them are decoded."""
+    for decoded in images:
+        if decoded.errors:
+            raise decoded.failure(step, sampler)
+        leaves = step.leaves[decoded.receiver]
+        device = step.devices[decoded.receiver]
+        leaves[decoded.index] = send(decoded.pixels, device)
+        if decoded.decoder.form.with_scale:
+            leaves.append(send(decoded.geometry, device))
     return step

@@ -1,7 +1,7 @@
-"""Streams and events of accelerators, and copies to them: everything the package knows of them.
+"""Streams and events of accelerators, and copies to them.
 
-A device without streams gets torch's stand-ins for the CPU, which do nothing: work that is enqueued
-there is done at once, or in the order in which it was enqueued.
+For a device without streams, torch's stand-ins for the CPU are used, which do nothing: its work is
+done at once, or in the order in which it was enqueued.
 """
 
 from collections import deque
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Of pinned memory. Larger pieces copy no faster, and less of the work is side by side.
-_PIECE_BYTES = 32 * 2**20
-#: One is filled while a device copies the other.
-_NUM_PIECES = 2
+#: Size of a pinned buffer. Larger ones copy no faster, and overlap less work.
+_PINNED_BYTES = 32 * 2**20
+#: Number of pinned buffers: one is filled while a device copies the other.
+_NUM_PINNED = 2
 
 
 def stream_module(device: torch.device) -> Any:
-    """The module of torch that makes the streams and events of a device."""
+    """Return the module of torch that creates the streams and events of a device."""
     try:
         module = torch.get_device_module(device)
     except RuntimeError:  # torch has no module of this type, as for "meta".
@@ -30,38 +30,39 @@ def stream_module(device: torch.device) -> Any:
 
 @cache
 def _side_stream(module: Any, device: torch.device, source: torch.device | None = None) -> Any:
-    # Kept for the whole process: the allocator keeps memory apart by streams.
+    # Cached for the whole process, because the allocator has separate memory for each stream.
     return module.Stream(device)
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether a device works asynchronously, in streams."""
+    """Return whether a device works asynchronously, in streams."""
     return stream_module(device) is not torch.cpu
 
 
 @contextmanager
 def current(device: torch.device) -> Iterator[None]:
-    """A context in which a device is the one that is meant where none is named."""
+    """Make a device the current device."""
     module = stream_module(device)
     with module.stream(module.current_stream(device)):
         yield
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device. Only a copy to the CPU is waited for."""
+    """Return a tensor on a device. Only copies to the CPU are complete on return."""
     if tensor.device == device:
         return tensor
     if tensor.device.type == "cpu" and has_streams(device) and not tensor.is_pinned():
         tensor = tensor.pin_memory()
-    # Nothing would signal the end of an asynchronous copy to the CPU.
+    # The end of an asynchronous copy to the CPU would not be signaled.
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def send_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of several devices on another one, whose copies are under way side by side."""
-    # A copy waits for the stream that it goes to, and this for the copy: each has one of its own,
-    # which begins after the last use of the memory that it may use again.
-    module, sent = stream_module(device), list[Tensor]()
+    """Return tensors of several devices on one device, copied concurrently."""
+    # Each copy has its own stream on the target, so that it does not wait for the other copies. The
+    # streams first wait for the last use of memory that they may reuse.
+    module = stream_module(device)
+    sent = list[Tensor]()
     streams = [_side_stream(module, device, tensor.device) for tensor in tensors]
     now = module.current_stream(device)
     for tensor, stream in zip(tensors, streams, strict=True):
@@ -74,17 +75,16 @@ def send_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tenso
 
 
 class SideStreams:
-    """A side stream on each of several devices, on which coming steps are made ready."""
+    """A side stream on each of several devices, on which the next steps are prefetched."""
 
     def __init__(self, targets: Sequence[torch.device], others: Sequence[torch.device]) -> None:
-        #: Where what is made ready lies.
+        #: The devices of prefetched batches.
         self._targets = [*dict.fromkeys(targets)]
-        # The first of them comes last, so that it is the current device inside `entered`.
-        devices = reversed(dict.fromkeys([*targets, *others]))
-        self._streams = [
-            (device, module, _side_stream(module, device))
-            for device, module in ((each, stream_module(each)) for each in devices)
-        ]
+        self._streams = list[tuple[torch.device, Any, Any]]()
+        # The first device is entered last, so that it is the current device inside `entered`.
+        for device in reversed(dict.fromkeys([*targets, *others])):
+            module = stream_module(device)
+            self._streams.append((device, module, _side_stream(module, device)))
 
     def follow(self) -> None:
         """Let the side streams wait for all work enqueued on the current streams so far."""
@@ -98,16 +98,21 @@ class SideStreams:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """A context in which the side streams are the current ones."""
+        """Make the side streams the current streams."""
         with ExitStack() as stack:
             for _, module, stream in self._streams:
                 stack.enter_context(module.stream(stream))
             yield
 
     def mark(self, tensors: Iterable[Tensor] = ()) -> dict[torch.device, Any]:
-        """Record events for all work enqueued so far on the current streams of the targets, and of
-        other devices where tensors are. Returns an event per device."""
-        # A transform may have moved a tensor anywhere.
+        """Record an event on each target, for all work enqueued so far on its current stream.
+
+        Args:
+            tensors: Tensors whose devices are included, because a transform may have moved them.
+
+        Returns:
+            The event of each device.
+        """
         elsewhere = (tensor.device for tensor in tensors if has_streams(tensor.device))
         events = {}
         for device in dict.fromkeys([*self._targets, *elsewhere]):
@@ -117,10 +122,10 @@ class SideStreams:
         return events
 
     def hand_over(self, events: Mapping[torch.device, Any], tensors: Iterable[Tensor]) -> None:
-        """Let the current streams of devices use tensors that side streams make.
+        """Let the current streams of devices use tensors of side streams.
 
         Args:
-            events: What `mark` has returned for the tensors.
+            events: The return value of `mark` for the tensors.
             tensors: The tensors.
         """
         streams = {device: stream_module(device).current_stream(device) for device in events}
@@ -132,20 +137,24 @@ class SideStreams:
 
 
 def upload(parts: Iterable[Tensor], target: Tensor) -> None:
-    """Fill memory of a device with rows on the CPU, part by part. It may still be under way."""
-    module, copied, done = stream_module(target.device), deque[Any](), 0
-    step = max(1, _PIECE_BYTES // max(1, target[:1].nbytes))
-    pieces = (part[first : first + step] for part in parts for first in range(0, len(part), step))
-    for piece in pieces:
-        into, done = target[done : done + len(piece)], done + len(piece)
-        if not has_streams(target.device):
-            into.copy_(piece)
-            continue
-        # From a file mapping, which is not pinned, a device would copy through the driver's own
-        # small buffers. torch's host allocator gives pinned memory again only once the device has
-        # copied it, and more of it until then: without a wait, it could be as much as all rows.
-        if len(copied) == _NUM_PIECES:
-            copied.popleft().synchronize()
-        into.copy_(piece.pin_memory(), non_blocking=True)
-        copied.append(module.Event())
-        copied[-1].record(module.current_stream(target.device))
+    """Fill memory of a device with rows on the CPU, part by part, without waiting for the end."""
+    module = stream_module(target.device)
+    copied = deque[Any]()
+    num_done = 0
+    max_rows = max(1, _PINNED_BYTES // max(1, target[:1].nbytes))
+    for part in parts:
+        for start in range(0, len(part), max_rows):
+            rows = part[start : start + max_rows]
+            filled = target[num_done : num_done + len(rows)]
+            num_done += len(rows)
+            if not has_streams(target.device):
+                filled.copy_(rows)
+                continue
+            # A file mapping is not pinned, so the driver would copy it through its own small
+            # buffers. torch's host allocator reuses pinned memory only after the device has copied
+            # it, and allocates more until then. Without this wait it could grow to all rows.
+            if len(copied) == _NUM_PINNED:
+                copied.popleft().synchronize()
+            filled.copy_(rows.pin_memory(), non_blocking=True)
+            copied.append(module.Event())
+            copied[-1].record(module.current_stream(target.device))

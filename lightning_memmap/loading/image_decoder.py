@@ -16,23 +16,23 @@ from lightning_memmap.store.store import Store
 
 
 class Scaled(NamedTuple):
-    """What a batch has for images decoded with ``Decode(size=..., with_scale=True)``.
+    """A batch of images decoded with ``Decode(size=..., with_scale=True)``.
 
-    A point ``(x, y)`` of the upright image file, in pixels, lies at ``(x, y) * scale + offset`` of
-    its values, or outside of them if it was cut off.
+    The point ``(x, y)`` of the upright image file, in pixels, is at ``(x, y) * scale + offset`` of
+    the values, or outside of them if it was cropped. All tensors are on the device of the batch.
     """
 
     values: Tensor
     """The images, uint8 of shape (B, channels, height, width)."""
     scale: Tensor
-    """By how much each was scaled, float32 of shape (B,)."""
+    """The factor of each image, float32 of shape (B,)."""
     offset: Tensor
-    """Where its left upper corner lies: x and y, not above 0, float32 of shape (B, 2)."""
+    """The position (x, y) of its upper left corner, 0 or negative, float32 of shape (B, 2)."""
 
     @classmethod
-    def of(cls, pixels: Tensor, places: Tensor) -> "Scaled":
-        """Images, and by how much each was scaled and where its corner lies, side by side."""
-        return cls(pixels, places[:, 0], places[:, 1:])
+    def of(cls, pixels: Tensor, geometry: Tensor) -> "Scaled":
+        """Combine images with their geometry: scale, x and y, of shape (B, 3)."""
+        return cls(pixels, geometry[:, 0], geometry[:, 1:])
 
 
 @dataclass(frozen=True)
@@ -47,44 +47,47 @@ class ImageDecoder:
     def like(
         cls, field: str, form: Decode, first: NDArray[np.uint8], row: int = 0
     ) -> "ImageDecoder":
-        """A decoder of images that have the size of the first one, or that of the form."""
+        """Return a decoder for images of the form's size, or of the size of a first image."""
         try:
             return cls(field, form, decode_image(first, form.mode, form.size).shape)
         except ImageError as error:
             raise image_failure(field, f"row {row}", error) from error
 
     def decode(
-        self, data: NDArray[np.uint8], out: NDArray[np.uint8], place: NDArray[np.float32]
+        self, data: NDArray[np.uint8], out: NDArray[np.uint8], geometry: NDArray[np.float32]
     ) -> None:
-        """Decode the bytes of a file."""
-        out[...] = decode_image(data, self.form.mode, self.form.size, self.shape, place)
+        """Decode the bytes of a file into pixels, and write its scale and offset."""
+        out[...] = decode_image(data, self.form.mode, self.form.size, self.shape, geometry)
 
     def decoded(self, rows: Sequence[NDArray[np.uint8]]) -> tuple[Tensor, Tensor]:
-        """Decode images one by one: their pixels, and their places."""
+        """Decode images one by one.
+
+        Returns:
+            The pixels, uint8 of shape (B, *shape), and their scale, x and y, float32 of shape
+            (B, 3).
+        """
         out = torch.empty((len(rows), *self.shape), dtype=torch.uint8)
-        places = torch.empty((len(rows), 3))
-        targets = zip(rows, out.numpy(), places.numpy(), strict=True)
-        for index, (data, pixels, place) in enumerate(targets):
+        geometry = torch.empty((len(rows), 3))
+        targets = zip(rows, out.numpy(), geometry.numpy(), strict=True)
+        for index, (data, pixels, image_geometry) in enumerate(targets):
             try:
-                self.decode(data, pixels, place)
+                self.decode(data, pixels, image_geometry)
             except ImageError as error:
                 raise image_failure(self.field, f"image {index} of a batch", error) from error
-        return out, places
+        return out, geometry
 
 
-def image_failure(field: str, which: str, error: ImageError) -> DatasetError:
-    """The error for an image that cannot be decoded."""
-    remedy = "repair it in the dataset or leave it out, and build the store again"
+def image_failure(field: str, image: str, error: ImageError) -> DatasetError:
+    """Return the error for an image that cannot be decoded."""
+    remedy = "repair or remove it in the dataset, and build the store again"
     if isinstance(error, ImageSizeError):
         remedy = (
             "scale all images to one size with Decode(size=(height, width)), or store them decoded,"
             " as PIL images or tensors of one size in the dataset"
         )
     if isinstance(error, ImageMissingError):
-        remedy = (
-            "repair it in the dataset, or give an image in its place, and build the store again"
-        )
-    return DatasetError(f"field {field!r}, {which}: {error}: {remedy}")
+        remedy = "repair it in the dataset, or return another image, and build the store again"
+    return DatasetError(f"field {field!r}, {image}: {error}: {remedy}")
 
 
 def image_decoders(store: Store, forms: Mapping[str, Form]) -> dict[int, ImageDecoder]:

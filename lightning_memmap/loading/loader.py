@@ -1,4 +1,4 @@
-"""The super-batch loader: one super-batch per step from the shards of all data devices."""
+"""The super-batch loader: one super-batch per step, from the shards of all data devices."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +17,7 @@ from lightning_memmap._compat.progress import FitPosition, TrainerProgress
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.fetch import Fetcher
 from lightning_memmap.loading.prefetch import default_prefetch, prefetched
+from lightning_memmap.loading.progress import LoaderProgress
 from lightning_memmap.loading.row_source import Fetched, Steps, released_error
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.state import LoaderState
@@ -28,15 +29,32 @@ from lightning_memmap.sampling.identity import difference_of
 from lightning_memmap.sampling.sampler import Sampler, derive_seed
 from lightning_memmap.sampling.schedule import BatchSchedule, SkippedSteps
 
-#: Positions and steps that are located at once.
-_BLOCK_POSITIONS, _BLOCK_STEPS = 2**18, 1024
+#: Limits of the positions and steps that are located at once.
+_LOCATED_POSITIONS = 2**18
+_LOCATED_STEPS = 1024
 
 
 class SuperBatchLoader:
-    """The super-batches of one epoch, or their batches, assembled on one device."""
+    """Yields the super-batches of one epoch, or their batches assembled on one device.
 
-    #: What Lightning's ``BatchSizeFinder`` measures: `batch_sizes`. Absent under
-    #: ``overfit_batches``, where Lightning would sample from it.
+    Args:
+        rows: The rows of the split that this process holds.
+        topology: The data devices of this process, and its rank.
+        sampler: The order of the rows.
+        batch_size: Rows per data device and step.
+        collate: Nests one leaf per field like the dataset's samples.
+        transform: The batch transform.
+        drop_last: Whether to drop an incomplete last step.
+        seed: Seed of random transforms.
+        progress: Counts the steps that a Trainer has trained on; None without a Trainer.
+        skip_steps: Half-open ranges of steps to skip, counted over all epochs.
+        skipped: The steps that the run has skipped so far.
+        prefetch: Steps to prefetch; by default 2 for a device with streams.
+        renew_rows: Returns the rows for the next epoch, while stores are being built.
+    """
+
+    #: The range that Lightning's ``BatchSizeFinder`` measures: `batch_sizes`. Absent under
+    #: ``overfit_batches``, because Lightning would sample from it.
     dataset: range
 
     def __init__(
@@ -56,55 +74,48 @@ class SuperBatchLoader:
         prefetch: int | None = None,
         renew_rows: Callable[[], SplitRows | None] | None = None,
     ) -> None:
-        #: The data devices of this process, and which of all processes it is.
         self._topology = topology
-        #: The order of the rows.
         self.order = sampler
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.seed = seed
         self._collator = Collator(collate, transform)
-        self._progress = progress
-        #: Where batches are assembled, usually the root device; None for super-batches.
+        #: The device that batches are assembled on, usually the root device; None for
+        #: super-batches.
         self.device: torch.device | None = None
-        #: Steps that are prefetched while the consumer has one, once batches have a place.
+        #: Steps to prefetch, once the device is known.
         self.prefetch = 0
         self._prefetch_option = prefetch
-        #: What the strategy asks how to weight the loss of a step; copies of the loader share it.
+        #: Tells the strategy how to weight the loss of a step. Copies of the loader share it.
         self.delivered = DeliveredSteps()
         self._epoch = 0
-        self._began = self._state_at_start()
-        #: Steps of the epoch that were delivered, and what a Trainer had counted at the last one.
-        self._delivered: tuple[int, Any] = 0, None
-        #: Where the epoch before began, and its steps: a module that accumulates gradients itself
-        #: may do so across epochs.
-        self._before: tuple[LoaderState, int] | None = None
-        self._resume: LoaderState | None = None
-        #: Returns the rows of the next epoch, for stores that are still being built.
+        self._progress = LoaderProgress(self._state_at_start(), progress)
         self._renew_rows = renew_rows
-        self._skip_steps, self._were_skipped = skip_steps, skipped or SkippedSteps()
+        self._skip_steps = skip_steps
+        self._skipped_before = skipped or SkippedSteps()
         self._serve(rows)
 
     def _serve(self, rows: SplitRows) -> None:
+        """Serve other rows, or the rows of another rank, from the next iteration on."""
         self._rows = rows
         self._fetcher = Fetcher(rows, self._topology, self.order, self._assembled_on)
         if not self.num_steps:
             raise ValueError(
                 f"batch_size={self.batch_size}, drop_last=True: the {self.order.num_positions} rows"
-                f" do not fill one step of {self.global_batch}; use a smaller batch_size or"
+                f" do not fill one step of {self.global_batch}: use a smaller batch_size or"
                 " drop_last=False"
             )
-        self._skip()
-        # Each data device must have a row.
+        self._update_skipped()
+        # It checks that every data device has a row in each step.
         self._start()
 
-    def _skip(self) -> None:
-        #: The steps that the run leaves out.
-        self.skipped = self._were_skipped.adding(self._skip_steps, self._whole_epoch)
+    def _update_skipped(self) -> None:
+        #: The steps that the run skips.
+        self.skipped = self._skipped_before.adding(self._skip_steps, self._whole_epoch)
 
     @property
     def _assembled_on(self) -> torch.device | None:
-        """Where all rows of a step come together, before any transform."""
+        """The device that rows are assembled on before any transform; None if they are not."""
         return None if self._collator.is_apart else self.device
 
     @property
@@ -114,73 +125,55 @@ class SuperBatchLoader:
 
     @property
     def batch_sampler(self) -> Any:
-        """Where Lightning looks for ``sampler.set_epoch`` and for the rows of each step."""
+        """The object whose ``sampler.set_epoch`` Lightning calls, with the rows of each step."""
         if not self.order.is_sequential:
             return SimpleNamespace(sampler=self)
         return BatchIndices(self, RowsByStep(self))
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration has."""
+        """Choose the epoch of the next iteration."""
         check_integer("epoch", epoch, 0, "epochs are counted from 0")
         self._epoch = epoch
-        if self._resume is None and epoch != self._began.epoch:
-            self._before = (self._began, self._delivered[0]) if self._delivered[1] else None
-            self._began, self._delivered = self._state_at_start(), (0, None)
+        self._progress.enter_epoch(self._state_at_start())
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, the same on every rank."""
-        return self.stands_at()[0].as_dict()
+        """Return the state of the loader, which is the same on every rank."""
+        return self.position()[0].as_dict()
 
-    def stands_at(self) -> tuple[LoaderState, FitPosition | None]:
-        """Where the loader stands, and its Trainer; None before the first step of an epoch."""
-        began = self._began
-        steps, last = self._delivered
-        progress = self._progress
-        if last is None or progress is None:
-            return self._state_after(began, steps), None
-        num_delivered = progress.num_delivered(last)
-        if num_delivered is None:
-            return self._state_after(began, steps), None
-        untrained = progress.num_untrained(last)
-        here = steps - began.steps
-        if untrained > here and self._before is not None:
-            # The group has begun in the epoch before, if an optimizer has stepped in that epoch.
-            before, num_before = self._before
-            rest = untrained - here
-            if rest < num_before - before.steps:
-                state = self._state_after(before, num_before - rest)
-                return state, progress.position(last, num_before - rest, untrained)
-        if progress.is_manual and untrained >= here:
-            # No optimizer has stepped in this epoch since the fit began. A whole epoch without a
-            # step isn't a group.
-            is_whole = began.steps == 0 and progress.is_last(num_delivered)
-            untrained = 0 if is_whole else here
-        state = self._state_after(began, steps - untrained)
-        return state, progress.position(last, max(0, num_delivered - untrained), untrained)
+    def position(self) -> tuple[LoaderState, FitPosition | None]:
+        """Return the state after the last step that the weights were trained on.
 
-    def _state_after(self, began: LoaderState, steps: int) -> LoaderState:
-        began = msgspec.structs.replace(began, skipped=self.skipped)
-        if steps <= began.steps:
-            return began
-        schedule = self._schedule(began.position, began.epoch)
-        _, position = schedule.bounds(steps - began.steps - 1)
-        return msgspec.structs.replace(began, position=position, steps=steps)
+        Returns:
+            The state, and the counters of the Trainer. The counters are None before the first step
+            of an epoch and without a Trainer.
+        """
+        return self._progress.position(self._state_after)
+
+    def _state_after(self, start: LoaderState, num_steps: int) -> LoaderState:
+        start = msgspec.structs.replace(start, skipped=self.skipped)
+        if num_steps <= start.steps:
+            return start
+        schedule = self._schedule(start.position, start.epoch)
+        _, position = schedule.bounds(num_steps - start.steps - 1)
+        return msgspec.structs.replace(start, position=position, steps=num_steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a saved loader stood, if the next iteration is of the same epoch."""
-        self._began = self._resume = LoaderState.read(state)
-        self._before = None
-        # What was left out of other rows says nothing of these.
-        is_same = self._began.num_positions == self.order.num_positions
-        self._were_skipped = self._began.skipped if is_same else SkippedSteps()
-        self._skip()
-        self._delivered = self._began.steps, None
+        """Resume from a saved state, if the next iteration is of the same epoch."""
+        loaded = LoaderState.read(state)
+        self._progress.load(loaded)
+        # Skips recorded for a different number of rows do not apply.
+        is_same = loaded.num_positions == self.order.num_positions
+        self._skipped_before = loaded.skipped if is_same else SkippedSteps()
+        self._update_skipped()
 
     @property
     def batch_sizes(self) -> range:
-        """A range whose length is the batch size from which on doubling it is of no use."""
-        rows, num_devices = self.order.num_positions, self._topology.num_data_devices
-        return range(rows // (2 * num_devices) + 1 if self.drop_last else -(-rows // num_devices))
+        """A range as long as the largest batch size that ``BatchSizeFinder`` needs to try."""
+        num_rows = self.order.num_positions
+        num_devices = self._topology.num_data_devices
+        if self.drop_last:
+            return range(num_rows // (2 * num_devices) + 1)
+        return range(-(-num_rows // num_devices))
 
     @property
     def data_devices(self) -> tuple[torch.device, ...]:
@@ -188,14 +181,15 @@ class SuperBatchLoader:
         return self._topology.data_devices
 
     def assembled(self, device: torch.device | None, prefetch: int = 0) -> "SuperBatchLoader":
-        """The same loader with batches that are assembled on a device, or stay apart with None."""
+        """Return a copy that assembles its batches on a device; with None, super-batches."""
         loader = copy.copy(self)
-        loader.device, loader.prefetch = device, prefetch
+        loader.device = device
+        loader.prefetch = prefetch
         loader._fetcher = Fetcher(self._rows, self._topology, self.order, loader._assembled_on)
         return loader
 
     def placed(self, topology: DataTopology) -> "SuperBatchLoader":
-        """The same loader with batches where a topology wants them: assembled, or apart."""
+        """Return a loader with batches on the device that a topology wants them on."""
         device = topology.assemble_on
         if device is None and self._collator.is_on_super_batch:
             device = topology.data_devices[0]
@@ -209,18 +203,19 @@ class SuperBatchLoader:
         return default_prefetch(device) if option is None else option
 
     def of_process(self, rank: int, size: int) -> "SuperBatchLoader":
-        """A loader over the same shards that serves the rows of one of several processes."""
+        """Return a copy that serves the rows of one of several processes."""
         topology = replace(self._topology, rank=rank, size=size)
-        count, order = topology.num_data_devices, self.order
+        count = topology.num_data_devices
+        order = self.order
         if order.num_shards % count:
             raise ValueError(
                 f"{size} processes for a store in {order.num_shards} shards: without a Trainer,"
-                " the processes must divide the shards; build the store with another num_shards"
+                " the processes must divide the shards: build the store with another num_shards"
             )
-        only = order.pool.global_batch
-        if only not in (None, self.batch_size * count):
+        global_batch = order.pool.global_batch
+        if global_batch not in (None, self.batch_size * count):
             raise ValueError(
-                f"{size} processes for batches of {only} rows of one training set"
+                f"{size} processes for batches of {global_batch} rows of one training set"
                 " (by_batch=True): use a Trainer, whose processes the data module knows, or"
                 " by_batch=False"
             )
@@ -232,13 +227,14 @@ class SuperBatchLoader:
     def __copy__(self) -> "SuperBatchLoader":
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
+        copied._progress = copy.copy(self._progress)
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """Never: the rows would go with it."""
+        """Raise an error, because a copy would contain the rows."""
         raise TypeError(
-            "a loader is neither pickled nor deep-copied, as all its resident rows would be: pickle"
-            " the data module instead, and there call setup() and make a new loader"
+            "a loader can't be pickled or deep-copied, because all its resident rows would be"
+            " copied: pickle the data module instead, call its setup() there, and make a new loader"
         )
 
     def __repr__(self) -> str:
@@ -259,50 +255,50 @@ class SuperBatchLoader:
         )
 
     def _start(self) -> LoaderState:
-        """Where the epoch begins: at its first row, or where a saved loader stood."""
-        saved, start = self._resume, self._state_at_start()
-        if saved is not None and saved.epoch == self._epoch:
-            self._check_order(saved, start)
-            start = saved
+        """Return the state in which the epoch begins: at its first row, or a loaded state."""
+        start = self._state_at_start()
+        if (loaded := self._progress.loaded_in(self._epoch)) is not None:
+            self._check_order(loaded, start)
+            start = loaded
         stretches = self._schedule(start.position, start.epoch).stretches
-        left = min((steps.position(len(steps)) - steps.start for steps in stretches), default=0)
+        num_rows = min((steps.position(len(steps)) - steps.start for steps in stretches), default=0)
         num_devices = self._topology.num_data_devices
-        if 0 < left < num_devices:
+        if 0 < num_rows < num_devices:
             raise ValueError(
-                f"{left} rows are left of the epoch for {num_devices} data devices, so that some"
-                f" would have none: use at most {left} data devices, a sampler of more rows, or"
+                f"{num_rows} rows remain in the epoch for {num_devices} data devices, so some would"
+                f" have no row: use at most {num_rows} data devices, a sampler of more rows, or"
                 " another checkpoint"
             )
         return start
 
     def _check_order(self, saved: LoaderState, now: LoaderState) -> None:
-        differing = difference_of({"seed": saved.seed}, {"seed": now.seed})
-        differing = differing or difference_of(saved.sampler, now.sampler)
-        if differing is not None:
-            name, was, found, remedy = differing
+        difference = difference_of({"seed": saved.seed}, {"seed": now.seed})
+        difference = difference or difference_of(saved.sampler, now.sampler)
+        if difference is not None:
+            name, old, new, remedy = difference
             raise ValueError(
-                f"the checkpoint stands inside an epoch with {name}={was}, and this loader has"
-                f" {name}={found}, which is another row order: resume with {remedy}; or from a"
+                f"the checkpoint was saved inside an epoch with {name}={old}, and this loader has"
+                f" {name}={new}, which is another row order: resume with {remedy}; or from a"
                 " checkpoint of the end of an epoch"
             )
 
     def __len__(self) -> int:
-        """Steps of the epoch, those before a resume included."""
+        """Return the steps of the epoch, including those before a resume."""
         start = self._start()
         return start.steps + len(self._schedule(start.position, start.epoch))
 
     @property
     def num_steps(self) -> int:
-        """Steps of an epoch that is not resumed and leaves none out."""
+        """Steps of an epoch that is not resumed and skips none."""
         return len(self._whole_epoch)
 
     def num_steps_of(self, epoch: int, position: int = 0) -> int:
-        """Steps of an epoch, or those that are left of it from a position on."""
+        """Return the steps of an epoch from a position on."""
         return len(self._schedule(position, epoch))
 
     def __iter__(self) -> Iterator[Any]:
-        # Nothing happens before the first step is asked for: Lightning calls iter() before it
-        # sets the epoch and loads the state.
+        # Lazy up to the first next(): Lightning calls iter() before it sets the epoch and loads the
+        # state.
         if self.prefetch:
             return prefetched(
                 self._steps(), self.device, self.data_devices, self.prefetch, self._deliver
@@ -313,19 +309,19 @@ class SuperBatchLoader:
         for super_batch in self._steps():
             item = super_batch if self.device is None else super_batch.to(self.device)
             self._deliver(super_batch)
-            # Not referenced while the next one is made: its memory may be free by then.
+            # Drop the reference, so that its memory can be reused for the next one.
             del super_batch
             yield item
             del item
 
     def step_positions(self, step: int) -> range:
-        """The positions of a step of an epoch that is not resumed which this process serves."""
+        """Return the positions that this process serves in a step of an epoch without resume."""
         return self.positions(*self._whole_epoch.bounds(step))
 
-    def positions(self, first: int, last: int) -> range:
-        """The positions in a range that this process serves."""
-        rank, size = self._topology.rank, self._topology.size
-        return range(first + (rank - first) % size, last, size)
+    def positions(self, start: int, stop: int) -> range:
+        """Return the positions in ``[start, stop)`` that this process serves."""
+        size = self._topology.size
+        return range(start + (self._topology.rank - start) % size, stop, size)
 
     @property
     def _whole_epoch(self) -> BatchSchedule:
@@ -341,39 +337,37 @@ class SuperBatchLoader:
     def _deliver(self, super_batch: SuperBatch) -> None:
         """Count a step as delivered."""
         self.delivered.add(DeliveredStep(super_batch.num_rows, super_batch.weight))
-        counts = None if self._progress is None else self._progress.delivery()
-        # In one assignment: a signal may come at any time.
-        self._delivered = self._delivered[0] + 1, counts
+        self._progress.deliver()
 
     def _steps(self) -> Iterator[SuperBatch]:
-        """The steps of the epoch. Each counts as delivered once `_deliver` is called."""
+        """Yield the steps of the epoch. Each counts as delivered once `_deliver` is called."""
         rows = None if self._renew_rows is None else self._renew_rows()
         if rows is not None and rows is not self._rows:
             self._serve(rows)
         if self._rows.is_released:
             raise released_error()
-        self._began = start = self._start()
-        self._delivered, self._resume = (start.steps, None), None
+        start = self._start()
+        self._progress.begin(start)
         self.delivered.begin_epoch()
         with closing(ExitStack()) as stack:
-            # Closed without the error that ends this generator: in Python 3.10, a context manager
-            # keeps the error, and so this frame and the rows, until garbage is collected.
+            # close() does not receive the error that ends this generator. In Python 3.10, a context
+            # manager keeps the error, and so this frame and the rows, until the next collection.
             takes = [
                 stack.enter_context(source.epoch(self.order, start.epoch, start.position))
                 for source in self._rows.sources
             ]
             fetched: Iterator[Fetched] = chain.from_iterable(
-                self._fetcher.fetch(takes, steps) for steps in self._blocks(start)
+                self._fetcher.fetch(takes, steps) for steps in self._located_steps(start)
             )
             if self._rows.images is not None:
                 decoded = self._rows.images.decoded(fetched, self.order)
                 fetched = stack.enter_context(closing(decoded))
-            for found in fetched:
-                yield from self._super_batches(found)
-                del found
+            for rows_of_steps in fetched:
+                yield from self._super_batches(rows_of_steps)
+                del rows_of_steps
 
     def _super_batches(self, fetched: Fetched) -> Iterator[SuperBatch]:
-        """The super-batches of some steps."""
+        """Yield the super-batches of some steps."""
         collator, steps, first = self._collator, fetched.steps, fetched.first
         topology, devices = self._topology, fetched.devices
         # The last reference to a step's rows goes with its super-batch.
@@ -398,20 +392,20 @@ class SuperBatchLoader:
             yield super_batch
             del super_batch
 
-    def _blocks(self, start: LoaderState) -> Iterator[Steps]:
-        """The steps of an epoch, divided into blocks that are located together."""
+    def _located_steps(self, start: LoaderState) -> Iterator[Steps]:
+        """Yield the steps of an epoch in groups that are located together."""
         number = start.steps
-        per_block = min(max(1, _BLOCK_POSITIONS // self.global_batch), _BLOCK_STEPS)
+        max_steps = min(max(1, _LOCATED_POSITIONS // self.global_batch), _LOCATED_STEPS)
         for stretch in self._schedule(start.position, start.epoch).stretches:
-            for step in range(0, max(1, stretch.num_full), per_block):
-                last = min(step + per_block, stretch.num_full)
-                sizes = [self.global_batch] * (last - step)
-                if last == stretch.num_full:
+            for step in range(0, max(1, stretch.num_full), max_steps):
+                stop = min(step + max_steps, stretch.num_full)
+                sizes = [self.global_batch] * (stop - step)
+                if stop == stretch.num_full:
                     sizes += stretch.tail
                 first = stretch.position(step)
-                edges = first + np.append(0, np.cumsum(sizes))
-                # How many positions this process serves before each step.
-                served = -(-(edges - self._topology.rank) // self._topology.size)
+                bounds = first + np.append(0, np.cumsum(sizes))
+                # The positions that this process serves before each step.
+                served = -(-(bounds - self._topology.rank) // self._topology.size)
                 positions = self.positions(first, first + sum(sizes))
                 yield Steps(start.epoch, number, positions, np.diff(served).tolist(), sizes)
                 number += len(sizes)

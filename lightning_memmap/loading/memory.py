@@ -133,7 +133,7 @@ class Ragged:
         """Return the rows in some slots."""
         items, (starts, sizes) = self.among(slots)
         rows = VariableRows(self.field, items, starts, sizes, largest(sizes))
-        return rows if self.allocate is None else rows.but(allocate=self.allocate).copied()
+        return rows if self.allocate is None else rows.replaced(allocate=self.allocate).copied()
 
 
 #: Maps slots to indices in a column, on the same device.

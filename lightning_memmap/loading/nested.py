@@ -1,4 +1,4 @@
-"""Batches as containers around leaves: taken apart, put together, and from several into one."""
+"""Batches as nested containers of leaves: splits them, rebuilds them, and merges their leaves."""
 
 import copy
 import dataclasses
@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from tensordict import TensorDict, is_tensor_collection
 from torch import Tensor
 
 from lightning_memmap._compat.tensors import jagged_tensor
@@ -16,13 +15,14 @@ from lightning_memmap.errors import with_article
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.sampling.rows import starts_of
 from lightning_memmap.schema.fields import RowList, select
+from lightning_memmap.tensordict_types import is_tensorclass, tensordict_types
 
-#: What leaves have in common whose rows can be put together: what they are, dtype and shape.
+#: The type, dtype and shape of a leaf. Leaves of one kind can be stacked.
 Kind: TypeAlias = tuple[Any, ...]
 
 
-def opened(value: Any) -> dict[str, Any] | None:
-    """The children of a container, by how they are reached; None of a leaf."""
+def children_of(value: Any) -> dict[str, Any] | None:
+    """Return the children of a container by the suffix that selects each; None for a leaf."""
     if isinstance(value, Mapping):
         return {f"[{key!r}]": child for key, child in value.items()}
     if isinstance(value, (list, tuple, deque)) and not isinstance(value, RowList):
@@ -33,158 +33,203 @@ def opened(value: Any) -> dict[str, Any] | None:
     return None
 
 
-def remade(value: Any, children: Sequence[Any], is_row: bool = False) -> Any:
-    """A container like this one around other children; like this row, around those of many."""
-    made: Any = type(value)
+def with_children(value: Any, children: Sequence[Any], is_row: bool = False) -> Any:
+    """Return a container like this one with other children.
+
+    Args:
+        value: The container: a list, tuple, deque, mapping, dataclass, TensorDict or tensorclass.
+        children: The new children, in the order of `children_of`.
+        is_row: Whether the container is a single row and the children have many rows.
+    """
+    kind: Any = type(value)
     if isinstance(value, deque):
-        return made(children, value.maxlen)
+        return kind(children, value.maxlen)
     if isinstance(value, (list, tuple)):
-        return made(*children) if hasattr(value, "_fields") else _checked(made(children), children)
+        if hasattr(value, "_fields"):
+            return kind(*children)
+        return _checked_size(kind(children), children)
     is_mapping = isinstance(value, Mapping)
     names = value.keys() if is_mapping else [field.name for field in dataclasses.fields(value)]
     named = dict(zip(names, children, strict=True))
-    if is_tensor_collection(value):
-        # A TensorDict or a tensorclass: the first dimension of a batch is that of its rows.
+    if isinstance(value, tensordict_types()) or is_tensorclass(value):
+        from tensordict import TensorDict  # Only here; see tensordict_types.
+
+        # The first dimension of a TensorDict or tensorclass of a batch is its rows.
         rows = [len(child) for child in children][: 1 if is_row else min(1, value.batch_dims)]
-        found = TensorDict(named, [*rows, *value.batch_size[0 if is_row else 1 :]])
-        return found if is_mapping else made.from_tensordict(found)
+        tensordict = TensorDict(named, [*rows, *value.batch_size[0 if is_row else 1 :]])
+        return tensordict if is_mapping else kind.from_tensordict(tensordict)
     if is_mapping:
         factory = [value.default_factory] if isinstance(value, defaultdict) else []
-        return _checked(made(*factory, named), children)
-    # Frozen ones too.
-    filled = copy.copy(value)
+        return _checked_size(kind(*factory, named), children)
+    copied = copy.copy(value)
     for name, child in named.items():
-        object.__setattr__(filled, name, child)
-    # What was computed from the fields before, such as a `functools.cached_property`, is of these.
-    for name, kept in [*getattr(filled, "__dict__", {}).items()]:
+        object.__setattr__(copied, name, child)  # The dataclass may be frozen.
+    # Drop values that were computed from the old fields, such as a `functools.cached_property`.
+    for name, kept in [*getattr(copied, "__dict__", {}).items()]:
         if name not in named and any(isinstance(leaf, Tensor) for _, leaf in named_leaves(kept)):
-            object.__delattr__(filled, name)
-    return filled
+            object.__delattr__(copied, name)
+    return copied
 
 
-def _checked(made: Any, children: Sequence[Any]) -> Any:
-    """A container that was made of children, once it is seen to have them."""
-    if len(made) != len(children):
+def _checked_size(container: Any, children: Sequence[Any]) -> Any:
+    """Check that a container that was built from children contains all of them."""
+    if len(container) != len(children):
         raise TypeError(
-            f"a {type(made).__name__} in a batch: made of its items alone, it has {len(made)} of"
-            f" {len(children)}: use a dict, a list, or a class whose first argument is the items"
+            f"a {type(container).__name__} in a batch: built from its {len(children)} items alone,"
+            f" it contains {len(container)}: use a dict, a list, or a class whose first argument is"
+            " the items"
         )
-    return made
+    return container
 
 
 def named_leaves(
-    batch: Any, name: str = "", whole: tuple[type, ...] = ()
+    batch: Any, name: str = "", leaf_types: tuple[type, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
-    """Names and values of the leaves of a batch, in the order of `rebuilt`."""
-    children = None if isinstance(batch, whole) else opened(batch)
+    """Yield the leaves of a batch with their names, such as ``['x'][0]``.
+
+    Args:
+        batch: The batch.
+        name: The name of the batch itself.
+        leaf_types: Types of containers that count as leaves.
+    """
+    children = None if isinstance(batch, leaf_types) else children_of(batch)
     if children is None:
         yield name, batch
         return
-    for reached, child in children.items():
-        yield from named_leaves(child, name + reached, whole)
+    for suffix, child in children.items():
+        yield from named_leaves(child, name + suffix, leaf_types)
 
 
-def rebuilt(batch: Any, leaves: Iterator[Any]) -> Any:
-    """A batch with the containers of this one around other leaves."""
-    if (children := opened(batch)) is None:
+def with_leaves(batch: Any, leaves: Iterator[Any]) -> Any:
+    """Return a batch with the containers of this one and other leaves."""
+    if (children := children_of(batch)) is None:
         return next(leaves)
-    return remade(batch, [rebuilt(child, leaves) for child in children.values()])
+    return with_children(batch, [with_leaves(child, leaves) for child in children.values()])
 
 
 def kind_of(leaf: Any, has_rows: bool = False) -> Kind:
-    """What a leaf is. How many rows it has does not matter."""
+    """Return the kind of a leaf; with `has_rows`, for any number of rows."""
     if not isinstance(leaf, (Tensor, np.ndarray, np.generic)):
         return (type(leaf).__name__,)
-    what, sizes = "tensor" if isinstance(leaf, Tensor) else "array", tuple[Any, ...](leaf.shape)
+    name = "tensor" if isinstance(leaf, Tensor) else "array"
+    sizes = tuple[Any, ...](leaf.shape)
     if isinstance(leaf, Tensor) and leaf.is_nested:
         sizes = tuple(size if isinstance(size, int) else None for size in sizes)
-    return what, leaf.dtype, ("B", *sizes[1:]) if has_rows else sizes
+    return name, leaf.dtype, ("B", *sizes[1:]) if has_rows else sizes
 
 
-def check_alike(found: Sequence[Mapping[str, Kind]], who: str, place: str, advice: str) -> None:
-    """Check that leaves that came from several places, by their names, can be put together."""
-    first = found[0]
-    for index, kinds in enumerate(found):
+def check_alike(
+    results: Sequence[Mapping[str, Kind]], function: str, where: str, advice: str
+) -> None:
+    """Check that the results of several calls have leaves of the same names and kinds.
+
+    Args:
+        results: The kinds of the leaves of each result, by name.
+        function: The function that returned them, for the error.
+        where: The calls, such as ``on data device``, which the error numbers.
+        advice: The end of the error.
+    """
+    first = results[0]
+    for index, kinds in enumerate(results):
         if kinds.keys() != first.keys():
             raise ValueError(
-                f"{who} returned {[*kinds]} {place} {index} and {[*first]} {place} 0: it must"
+                f"{function} returned {[*kinds]} {where} {index} and {[*first]} {where} 0: it must"
                 " return one structure"
             )
         if kinds != first:
             name = next(name for name, kind in kinds.items() if kind != first[name])
             raise ValueError(
-                f"{who} returned {_described(kinds[name])} at {name or 'its result'} {place}"
-                f" {index} and {_described(first[name])} {place} 0: {advice}"
+                f"{function} returned {_described(kinds[name])} at {name or 'its result'} {where}"
+                f" {index} and {_described(first[name])} {where} 0: {advice}"
             )
 
 
 def _described(kind: Kind) -> str:
-    what, *rest = kind
-    if not rest:
-        return with_article(what)
-    dtype, shape = rest
-    name = with_article(str(dtype).removeprefix("torch."))
-    return f"{name} {what} of shape {shape}".replace("'", "")
+    name, *details = kind
+    if not details:
+        return with_article(name)
+    dtype, shape = details
+    dtype_name = with_article(str(dtype).removeprefix("torch."))
+    return f"{dtype_name} {name} of shape {shape}".replace("'", "")
 
 
 def is_variable(leaf: Any) -> bool:
-    """Whether a leaf of a batch has rows that differ in length: a nested tensor or a `RowList`."""
+    """Return whether the rows of a leaf differ in length: a nested tensor or a `RowList`."""
     return isinstance(leaf, RowList) or (isinstance(leaf, Tensor) and leaf.is_nested)
 
 
-def dense_tensors(leaf: Any, seen: tuple[int, ...] = ()) -> list[Tensor]:
-    """The tensors in a leaf of a batch that have memory: a tensor, a `RowList`, or any object."""
+def dense_tensors(leaf: Any, parents: tuple[int, ...] = ()) -> list[Tensor]:
+    """Return the tensors with memory in a leaf: a tensor, a `RowList`, or any object.
+
+    Args:
+        leaf: The leaf of a batch.
+        parents: The ids of the objects that contain it, which are not entered again.
+    """
     if isinstance(leaf, RowList):
         return [part for row in leaf for _, part in named_leaves(row) if isinstance(part, Tensor)]
     if isinstance(leaf, Tensor) and leaf.is_nested:
         nested: Any = leaf
-        found = [nested.values(), nested.offsets(), nested.lengths()]
-        return [tensor for tensor in found if tensor is not None]
+        tensors = [nested.values(), nested.offsets(), nested.lengths()]
+        return [tensor for tensor in tensors if tensor is not None]
     if isinstance(leaf, Tensor):
         return [leaf]
-    if id(leaf) in seen or isinstance(leaf, type) or not hasattr(leaf, "__dict__"):
+    if id(leaf) in parents or isinstance(leaf, type) or not hasattr(leaf, "__dict__"):
         return []
     # A batch of another library, which an `OnSuperBatch` returned.
-    within = (*seen, id(leaf))
-    return [
-        tensor for _, each in named_leaves(vars(leaf)) for tensor in dense_tensors(each, within)
-    ]
+    tensors = list[Tensor]()
+    for _, attribute in named_leaves(vars(leaf)):
+        tensors += dense_tensors(attribute, (*parents, id(leaf)))
+    return tensors
 
 
 def is_on(leaf: Any, device: torch.device) -> bool:
-    """Whether a leaf of a batch is on a device. Text is, on each of them."""
+    """Return whether all tensors of a leaf are on a device."""
     tensors = dense_tensors(leaf) if isinstance(leaf, RowList) else [leaf]
     return all(tensor.device == device for tensor in tensors if isinstance(tensor, Tensor))
 
 
-def sent_leaf(leaf: Any, device: torch.device) -> Any:
-    """A leaf of a batch on a device; see `send`."""
+def send_leaf(leaf: Any, device: torch.device) -> Any:
+    """Return a leaf of a batch on a device; see `send`."""
     if not isinstance(leaf, RowList):
         return leaf.to(device) if leaf.is_nested else send(leaf, device)
     if is_on(leaf, device):
         return leaf
-    parts = [[part for _, part in named_leaves(row)] for row in leaf]
+    # All tensors of one dtype are sent in one copy.
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in dense_tensors(leaf):
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    sent = {dtype: iter(_sent(tensors, device)) for dtype, tensors in by_dtype.items()}
-    return RowList(
-        rebuilt(row, iter([next(sent[p.dtype]) if isinstance(p, Tensor) else p for p in each]))
-        for row, each in zip(leaf, parts, strict=True)
-    )
+    sent = {dtype: iter(_send_flat(tensors, device)) for dtype, tensors in by_dtype.items()}
+    rows = RowList()
+    for row in leaf:
+        leaves = [
+            next(sent[part.dtype]) if isinstance(part, Tensor) else part
+            for _, part in named_leaves(row)
+        ]
+        rows.append(with_leaves(row, iter(leaves)))
+    return rows
 
 
-def _sent(tensors: Sequence[Tensor], device: torch.device) -> Iterable[Tensor]:
-    """Tensors of one dtype on a device, in one copy."""
+def _send_flat(tensors: Sequence[Tensor], device: torch.device) -> Iterable[Tensor]:
+    """Return tensors of one dtype on a device, sent in one copy."""
     flat = send(torch.cat([tensor.flatten() for tensor in tensors]), device)
     parts = flat.split_with_sizes([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def interleaved(leaves: Sequence[Any], first: int, num_rows: int, device: torch.device) -> Any:
-    """Assemble the rows of one field, which differ in length."""
+def interleave(leaves: Sequence[Any], first: int, num_rows: int, device: torch.device) -> Any:
+    """Merge the leaves of all data devices for one field whose rows differ in length.
+
+    Args:
+        leaves: A nested tensor or `RowList` of each of the ``D`` data devices.
+        first: The data device that holds row 0. Row ``i`` is on data device ``(first + i) % D``.
+        num_rows: Rows of all leaves.
+        device: The device of the result.
+
+    With 3 data devices, ``first=1`` and 7 rows, data device 0 holds rows 2 and 5, data device 1
+    rows 0, 3 and 6, and data device 2 rows 1 and 4.
+    """
     count = len(leaves)
-    sent = [sent_leaf(leaf, device) for leaf in leaves]
+    sent = [send_leaf(leaf, device) for leaf in leaves]
     if isinstance(sent[0], RowList):
         rows: list[Any] = [None] * num_rows
         for index, leaf in enumerate(sent):
@@ -192,24 +237,22 @@ def interleaved(leaves: Sequence[Any], first: int, num_rows: int, device: torch.
         return RowList(rows)
     ragged = next(dim for dim, size in enumerate(sent[0].shape) if not isinstance(size, int))
     if ragged > 1:
-        # They were transposed: the dimension that differs is not the first one of the values.
-        turned = [leaf.transpose(1, ragged) for leaf in sent]
-        return interleaved(turned, first, num_rows, device).transpose(1, ragged)
+        # The ragged dimension was transposed; move it back while the rows are merged.
+        transposed = [leaf.transpose(1, ragged) for leaf in sent]
+        return interleave(transposed, first, num_rows, device).transpose(1, ragged)
     # `torch.nested.narrow` leaves holes between rows.
     sent = [leaf if leaf.lengths() is None else leaf.contiguous() for leaf in sent]
-    # Where each row of the result is among those of all leaves, one after the other.
-    places = np.concatenate(
-        [np.arange((index - first) % count, num_rows, count) for index in range(count)]
-    )
-    order = send(torch.from_numpy(np.argsort(places)), device)
+    # The row of each of the concatenated rows of all leaves.
+    rows_of_leaves = [np.arange((d - first) % count, num_rows, count) for d in range(count)]
+    order = send(torch.from_numpy(np.argsort(np.concatenate(rows_of_leaves))), device)
     values = torch.cat([leaf.values() for leaf in sent])
     bases = starts_of(np.array([len(leaf.values()) for leaf in sent])).tolist()
     pairs = zip(sent, bases, strict=True)
     starts = torch.cat([leaf.offsets()[:-1] + base for leaf, base in pairs])[order]
     lengths = torch.cat([leaf.offsets().diff() for leaf in sent])[order]
     ends = lengths.cumsum(0)
-    # Items that no row has, which a transform may leave, go behind the rows: on a device, nothing
-    # waits for their number.
+    # A transform may leave items that belong to no row. They are moved behind the rows, so that no
+    # device has to be synchronized to count them.
     shifts = torch.cat([starts - ends + lengths, -ends[-1:]])
     counts = torch.cat([lengths, len(values) - ends[-1:]])
     shifts = shifts.repeat_interleave(counts, output_size=len(values))

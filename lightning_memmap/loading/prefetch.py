@@ -1,4 +1,4 @@
-"""Prefetch: coming steps are made ready while the present one is computed."""
+"""Prefetching: the next steps are fetched and assembled while the current one is computed."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -11,15 +11,15 @@ from lightning_memmap.loading.device_streams import SideStreams, has_streams
 from lightning_memmap.loading.nested import dense_tensors, named_leaves
 from lightning_memmap.loading.super_batch import SuperBatch
 
-#: A step that was enqueued and not yet delivered: its batch, all tensors of it, and events.
-_Ready: TypeAlias = tuple[SuperBatch, Any, list[Tensor], dict[torch.device, Any]]
+#: A prefetched step: its super-batch, its batch, all tensors of it, and the events of its copies.
+_Step: TypeAlias = tuple[SuperBatch, Any, list[Tensor], dict[torch.device, Any]]
 
 #: Steps to prefetch for a device that works asynchronously.
 _DEFAULT_STEPS = 2
 
 
 def default_prefetch(device: torch.device) -> int:
-    """Return the steps to prefetch for a consumer on a device, where nothing else is asked for."""
+    """Return the default number of steps to prefetch for a consumer on a device."""
     return _DEFAULT_STEPS if has_streams(device) else 0
 
 
@@ -30,22 +30,30 @@ def prefetched(
     depth: int,
     deliver: Callable[[SuperBatch], None],
 ) -> Iterator[Any]:
-    """The batches of an epoch, assembled on a device, or with None its super-batches as they are,
-    made ready some steps ahead."""
+    """Yield the batches of an epoch, and prefetch the next ones on side streams.
+
+    Args:
+        coming: The super-batches of the epoch.
+        device: The device to assemble batches on; None to yield super-batches.
+        data_devices: The devices that hold the rows.
+        depth: Number of steps to prefetch.
+        deliver: Called with each super-batch just before it is yielded.
+    """
     streams = SideStreams(data_devices if device is None else [device], data_devices)
-    ready: deque[_Ready] = deque()
+    ready: deque[_Step] = deque()
     used: deque[dict[torch.device, Any]] = deque()
     error: Exception | None = None
     is_open = True
-    # The rows may have been brought to the devices just now.
+    # Copies of the rows to the devices may still be in progress.
     streams.follow()
     try:
         while True:
             while is_open and len(ready) <= depth:
+                step = None
                 try:
-                    step = _make_next(coming, device, streams)
+                    step = _enqueue_next(coming, device, streams)
                 except Exception as caught:
-                    error, step = caught, None
+                    error = caught
                 if step is not None:
                     ready.append(step)
                 is_open = step is not None
@@ -56,7 +64,7 @@ def prefetched(
             deliver(super_batch)
             streams.hand_over(events, tensors)
             del tensors
-            # Not referenced while the consumer works: its memory may be free by then.
+            # Drop the reference, so that its memory can be reused while the consumer works.
             del super_batch
             yield batch
             del batch
@@ -65,25 +73,26 @@ def prefetched(
                 for event in used.popleft().values():
                     event.synchronize()
     finally:
-        # Work that frees or overwrites the rows later must come after the work that reads them.
+        # Later work that frees or overwrites the rows must wait for the work that reads them.
         streams.join()
     if error is not None:
         try:
             raise error
         finally:
-            # Its traceback refers to this frame, and so would the error to itself.
+            # Break the reference cycle: its traceback refers to this frame.
             del error
 
 
-def _make_next(
+def _enqueue_next(
     coming: Iterator[SuperBatch], device: torch.device | None, streams: SideStreams
-) -> _Ready | None:
-    """Enqueue the next step, if there is one."""
+) -> _Step | None:
+    """Enqueue the work of the next step; return None at the end of the epoch."""
     with streams.entered():
         super_batch = next(coming, None)
         if super_batch is None:
             return None
         batch = super_batch if device is None else super_batch.to(device)
-        parts = super_batch.batches if device is None else batch
-        tensors = [each for _, leaf in named_leaves(parts) for each in dense_tensors(leaf)]
+        tensors = list[Tensor]()
+        for _, leaf in named_leaves(super_batch.batches if device is None else batch):
+            tensors += dense_tensors(leaf)
         return super_batch, batch, tensors, streams.mark(tensors)

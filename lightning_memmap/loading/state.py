@@ -1,4 +1,4 @@
-"""Where a loader stands in its epoch: what a checkpoint contains of it, and its check."""
+"""The state of a loader in a checkpoint."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -11,13 +11,13 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Order(msgspec.Struct, frozen=True):
-    """What the identity of every order has."""
+    """The keys that the identity of every order contains."""
 
     shards: dict[str, Any]
 
 
 class LoaderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a loader stands, the same on every rank."""
+    """The position of a loader in its epoch, which is the same on every rank."""
 
     sampler: dict[str, Any]
     num_positions: Count
@@ -33,20 +33,20 @@ class LoaderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"position={self.position} of num_positions={self.num_positions}")
         if not bool(self.position) <= self.steps <= self.position:
             raise ValueError(
-                f"steps={self.steps}: each step has at least one of the position={self.position}"
-                " rows that were delivered"
+                f"steps={self.steps}: with position={self.position} rows delivered, it must be 0 to"
+                " that number, and at least 1 unless it is 0"
             )
 
     @property
     def num_rows(self) -> int:
-        """The rows before its position in the epoch, without those that the run leaves out."""
+        """The number of rows of the epoch that were delivered, without skipped rows."""
         skipped = self.skipped.of_epoch(self.epoch, self.num_positions)
         return self.position - sum(
             min(last, self.position) - min(first, self.position) for first, last in skipped
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The state as plain values."""
+        """Return the state as a dict of plain values."""
         state: dict[str, Any] = msgspec.to_builtins(self)
         if not self.skipped.steps:
             del state["skipped"]
@@ -60,12 +60,12 @@ class LoaderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         except ValueError as error:
             raise ValueError(
                 f"the state of the training loader cannot be loaded: {error}. Resume from a"
-                " checkpoint that this version has written, or give load_state_dict what"
+                " checkpoint that this version has written, or pass load_state_dict a dict that"
                 " state_dict has returned"
             ) from error
 
     @property
     def subset(self) -> Mapping[str, Any] | None:
-        """The rows of the dataset that the loader has; None where it has all of them."""
-        found: Mapping[str, Any] | None = self.sampler["shards"].get("subset")
-        return found
+        """The identity of the subset of rows that the loader serves; None for all rows."""
+        subset: Mapping[str, Any] | None = self.sampler["shards"].get("subset")
+        return subset

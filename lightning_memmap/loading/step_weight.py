@@ -11,7 +11,7 @@ class StepWeight(NamedTuple):
     """The weight of one process's mean loss in the mean over the whole step.
 
     Args:
-        local: What the mean of this process is over, usually its rows.
+        local: The number that the mean of this process is over, usually its rows.
         total: The sum of ``local`` over all processes.
     """
 

@@ -16,13 +16,13 @@ from lightning_memmap.loading.buffers import BufferPool
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.nested import (
     check_alike,
-    interleaved,
+    interleave,
     is_on,
     is_variable,
     kind_of,
     named_leaves,
-    rebuilt,
-    sent_leaf,
+    send_leaf,
+    with_leaves,
 )
 from lightning_memmap.loading.step_weight import StepWeight
 from lightning_memmap.loading.transform import (
@@ -70,7 +70,7 @@ class Collator:
         if len(batches) == 1:
             if all(is_on(leaf, device) for leaf in leaves[0]):
                 return batches[0]
-            outs = [sent_leaf(leaf, device) for leaf in leaves[0]]
+            outs = [send_leaf(leaf, device) for leaf in leaves[0]]
         else:
             columns = list(zip(*leaves, strict=True))
             dense = [column for column in columns if not is_variable(column[0])]
@@ -78,14 +78,14 @@ class Collator:
             outs = []
             for column in columns:
                 if is_variable(column[0]):
-                    outs.append(interleaved(column, first, num_rows, device))
+                    outs.append(interleave(column, first, num_rows, device))
                     continue
                 outs.append(next(buffers))
                 for index, leaf in enumerate(column):
                     # Contiguous between devices, and strided on the device.
                     start = (index - first) % len(batches)
                     outs[-1][start :: len(batches)].copy_(send(leaf, device))
-        return rebuilt(batches[0], iter(outs))
+        return with_leaves(batches[0], iter(outs))
 
     def _buffers(self, leaves: list[Tensor], num_rows: int, device: torch.device) -> list[Tensor]:
         fields = [(tuple(leaf.shape[1:]), leaf.dtype) for leaf in leaves]

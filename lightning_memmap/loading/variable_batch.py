@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
-from tensordict import TensorDictBase
 from torch import Tensor
 
 from lightning_memmap.loading.buffers import byte_pool
@@ -15,6 +14,7 @@ from lightning_memmap.schema.fields import Field
 from lightning_memmap.schema.forms import Decode, Form, Pad, Rows
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.structure import Node, builder, leaf_node
+from lightning_memmap.tensordict_types import tensordict_types
 
 #: The key of the row numbers in a batch.
 ROW_NUMBER = "row_number"
@@ -57,10 +57,10 @@ class FormedCollate:
                 continue
             form, allocate = formed
             if name in self._masked and isinstance(leaf, VariableRows):
-                padded = form.batch(leaf.but(allocate=allocate))
+                padded = form.batch(leaf.replaced(allocate=allocate))
                 made += [padded.values, padded.mask()]
             elif isinstance(leaf, VariableRows):
-                made.append(form.batch(leaf.but(allocate=allocate)))
+                made.append(form.batch(leaf.replaced(allocate=allocate)))
             elif isinstance(form, Decode) and form.with_scale:
                 made.append(Scaled.of(leaf, next(others)))
             else:
@@ -175,7 +175,7 @@ def _check_has_place(node: Node) -> None:
 
 def _numbered(batch: Any, numbers: Any) -> Any:
     """A batch with row numbers: under the key `ROW_NUMBER`, or behind what a list has."""
-    if isinstance(batch, TensorDictBase):
+    if isinstance(batch, tensordict_types()):
         return batch.set(ROW_NUMBER, numbers)
     if type(batch) is dict:
         return {**batch, ROW_NUMBER: numbers}

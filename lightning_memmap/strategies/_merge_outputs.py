@@ -11,8 +11,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_memmap.loading.nested import interleaved, opened, remade
-from lightning_memmap.strategies._split_rows import WITH_ROWS, row_count
+from lightning_memmap.loading.nested import children_of, interleave, with_children
+from lightning_memmap.strategies._split_rows import row_count, types_with_rows
 
 #: Values of these types are merged to one if they are equal.
 _PLAIN = (int, float, str, bytes, type(None))
@@ -144,22 +144,24 @@ class OutputMerger:
             return self._move(values[0])
         if isinstance(values[0], Tensor) and values[0].is_nested:
             first = [rows.start for rows in self._row_ranges].index(0)
-            return interleaved([v.detach() for v in values], first, num_rows, self._device)
+            return interleave([v.detach() for v in values], first, num_rows, self._device)
         joined = torch.cat([self._move(value) for value in values])
         return joined[torch.tensor([*chain(*self._row_ranges)]).argsort().to(self._device)]
 
     def _merge_items(self, values: Sequence[Any], path: str) -> Any:
         """Merge containers of one structure item by item; return None for anything else."""
-        items: list[Any] = [opened(value) for value in values]
+        items: list[Any] = [children_of(value) for value in values]
         if None in items or any(children.keys() != items[0].keys() for children in items):
             return None
         merged = [
             self.merge([children[key] for children in items], f"{path}{key}") for key in items[0]
         ]
-        return remade(values[0], merged)
+        return with_children(values[0], merged)
 
     def _move(self, value: Any) -> Any:
-        return apply_to_collection(value, WITH_ROWS, lambda leaf: leaf.detach().to(self._device))
+        return apply_to_collection(
+            value, types_with_rows(), lambda leaf: leaf.detach().to(self._device)
+        )
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[int], device: torch.device) -> Tensor:

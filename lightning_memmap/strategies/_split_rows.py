@@ -5,21 +5,23 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
 
-from lightning_memmap.loading.nested import named_leaves, rebuilt
+from lightning_memmap.loading.nested import named_leaves, with_leaves
 from lightning_memmap.schema.fields import RowList
+from lightning_memmap.tensordict_types import tensordict_types
 
-#: Types whose first dimension may be rows.
-WITH_ROWS = (Tensor, TensorDictBase)
+
+def types_with_rows() -> tuple[Any, ...]:
+    """Return the types whose first dimension may be the rows of a batch."""
+    return Tensor, *tensordict_types()
 
 
 def row_count(value: Any) -> int:
     """Return the rows of a tensor, a TensorDict or a `RowList`; -1 for anything else."""
     if isinstance(value, RowList):
         return len(value)
-    return value.shape[0] if isinstance(value, WITH_ROWS) and len(value.shape) > 0 else -1
+    return value.shape[0] if isinstance(value, types_with_rows()) and len(value.shape) > 0 else -1
 
 
 def split_rows(
@@ -50,7 +52,7 @@ def split_rows(
                 " first dimension of every tensor must be the rows; omit others from the batch"
             )
     return [
-        rebuilt(batch, (_select(leaf, rows or range(1), device) for _, leaf in leaves))
+        with_leaves(batch, (_select(leaf, rows or range(1), device) for _, leaf in leaves))
         for rows, device in zip(row_ranges, devices, strict=False)
     ]
 

@@ -104,7 +104,7 @@ def test_memory_is_given_back_after_a_stage(tmp_path: Path, residency: str) -> N
 
 
 def test_upload_holds_two_pieces_of_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_streams, "_PIECE_BYTES", MIB)
+    monkeypatch.setattr(device_streams, "_PINNED_BYTES", MIB)
     torch._C._accelerator_emptyHostCache()  # type: ignore[attr-defined]
     before, held = devices.page_locked_bytes(), list[int]()
     rows, target = torch.arange(2**20), torch.zeros(2**20, dtype=torch.int64, device=ROOT)

@@ -11,7 +11,7 @@ import torch
 from lightning_memmap.loading import device_streams
 from lightning_memmap.loading.device_streams import upload
 from lightning_memmap.loading.loader import SuperBatchLoader
-from lightning_memmap.loading.nested import dense_tensors, named_leaves, rebuilt, sent_leaf
+from lightning_memmap.loading.nested import dense_tensors, named_leaves, send_leaf, with_leaves
 from lightning_memmap.loading.split import load_split
 from lightning_memmap.loading.variable_batch import FormedCollate
 from lightning_memmap.loading.variable_rows import rows_in_memory
@@ -113,7 +113,7 @@ def test_super_batch_of_a_gpu_that_is_brought_to_the_cpu_is_there(numbered_store
 
 
 def test_staging_brings_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_streams, "_PIECE_BYTES", 40_000)
+    monkeypatch.setattr(device_streams, "_PINNED_BYTES", 40_000)
     rows = torch.randint(0, 256, (1000, 3001), dtype=torch.uint8)
     target = torch.zeros_like(rows, device="cuda")
     upload([rows], target)
@@ -141,7 +141,7 @@ def test_rows_that_differ_in_length_on_a_gpu_are_those_of_the_dataset(
         rows, order = order[: len(batch["row"])], order[len(batch["row"]) :]
         tensors = [tensor for _, leaf in named_leaves(batch) for tensor in dense_tensors(leaf)]
         assert all(tensor.device == root for tensor in tensors)
-        on_cpu = rebuilt(batch, iter([sent_leaf(leaf, CPU) for _, leaf in named_leaves(batch)]))
+        on_cpu = with_leaves(batch, iter([send_leaf(leaf, CPU) for _, leaf in named_leaves(batch)]))
         assert_ragged(on_cpu, [dataset[row] for row in rows])
     assert not order
 

@@ -390,7 +390,7 @@ class TestStructure:
             def __init__(self, title: Any, items: Any = ()) -> None:
                 super().__init__(items)
 
-        with pytest.raises(TypeError, match=r"a Titled in a batch: .* it has 0 of 1"):
+        with pytest.raises(TypeError, match=r"Titled in a batch: "):
             load_pairs(Pairs(), tmp_path, 2, lambda batch: Titled("mine", {"a": batch[0]}))
 
     def test_what_a_dataclass_has_computed_is_computed_again(self, tmp_path: Path) -> None:

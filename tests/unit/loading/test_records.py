@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import RowList
-from lightning_memmap.loading.nested import dense_tensors, is_on, named_leaves, sent_leaf
+from lightning_memmap.loading.nested import dense_tensors, is_on, named_leaves, send_leaf
 from lightning_memmap.loading.variable_batch import FormedCollate
 from lightning_memmap.sampling import Subset
 from lightning_memmap.schema import Form, Masked, Nullable, Pad, Rows
@@ -61,7 +61,7 @@ def test_batches_do_not_depend_on_the_number_of_data_devices(
 
 def test_rows_of_records_are_sent_in_one_copy_for_each_dtype(store: Store) -> None:
     batch = next(iter(loader_over(store, make_split(store), 8, "list"))).to("cpu")
-    meta = sent_leaf(batch["objects"], torch.device("meta"))
+    meta = send_leaf(batch["objects"], torch.device("meta"))
     assert isinstance(meta, RowList)
     assert is_on(meta, torch.device("meta"))
     assert not is_on(meta, CPU)
