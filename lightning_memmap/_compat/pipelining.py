@@ -25,6 +25,15 @@ class TracelessStage(PipelineStage):
         finally:
             self._restore_buffers()
 
+    def _get_init_p2p_neighbors_ops(self) -> Any:
+        # torch 2.9 connects neighbours by a message that is int64 where it is sent and float32 where
+        # it is received, which gloo rejects.
+        parent: Any = super()
+        messages = parent._get_init_p2p_neighbors_ops()
+        for message in messages:
+            message.tensor = message.tensor.float()
+        return messages
+
     def _compute_outputs(self, *args: Tensor, module: nn.Module, **kwargs: Any) -> Any:
         parent: Any = super()
         self._save_buffers(module)
