@@ -1,11 +1,24 @@
 """Private names of torch's pipelines."""
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+
+
+def train_step(schedule: Any, *args: Any, **options: Any) -> None:
+    """Run a step of a schedule with its backward pass, and drop the outputs."""
+    if "return_outputs" in signature(schedule.step).parameters:
+        schedule.step(*args, return_outputs=False, **options)
+        return
+    # torch 2.9 prepares a schedule in its first step, without a backward pass if that is of `eval`.
+    stages = [schedule._stage] if hasattr(schedule, "_stage") else schedule._stages
+    if any(stage.chunks is None for stage in stages):
+        schedule._stage_initialized = schedule._stages_initialized = False
+    schedule.step(*args, **options)
 
 
 class TracelessStage(PipelineStage):
@@ -26,8 +39,8 @@ class TracelessStage(PipelineStage):
             self._restore_buffers()
 
     def _get_init_p2p_neighbors_ops(self) -> Any:
-        # torch 2.9 connects neighbours by a message that is int64 where it is sent and float32 where
-        # it is received, which gloo rejects.
+        # torch 2.9 connects neighbours by a message that is int64 where it is sent and float32
+        # where it is received. gloo rejects it.
         parent: Any = super()
         messages = parent._get_init_p2p_neighbors_ops()
         for message in messages:

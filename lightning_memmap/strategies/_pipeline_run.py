@@ -104,14 +104,17 @@ class StagePipeline:
                 return loss(unpadded, parts[index]) * (rows / num_rows)
 
             self._loss = weighted
+        # It imports torch's pipelines.
+        from lightning_memmap._compat.pipelining import train_step
+
         try:
             # The backward pass must not run under autocast; the stages enter it themselves.
             with torch.autocast(self.device.type, enabled=False):
-                schedule.step(
+                train_step(
+                    schedule,
                     *self._padded(args, row_ranges, length),
                     target=self._numbers,
                     losses=losses if self._has_last else None,
-                    return_outputs=False,
                 )
         finally:
             self._loss = None

@@ -212,7 +212,8 @@ def test_smaller_batches_need_no_schedule_and_outputs_are_not_kept(tmp_path: Pat
     first, last = launch("pipeline.economy", tmp_path, processes=2)
     # Two epochs of seven steps, of 10, 7 and 6 rows, and one call more to find the shapes.
     assert first["calls"] == 2 * 7 * 5 + 1
-    assert last["losses"] == 2 * 7 * 5 + 1
+    # Not every torch calls the loss for that, too.
+    assert last["losses"] - 2 * 7 * 5 in (0, 1)
     # Each has its backward pass before the next one.
     assert last["alive"] <= 1
 
