@@ -21,7 +21,7 @@ def digest_weights(weights: Mapping[str, Tensor]) -> dict[str, str]:
     """Compute the XXH3 of each tensor's bytes."""
     digests = {}
     for name, tensor in weights.items():
-        plain = tensor.detach().cpu().contiguous()
+        plain = tensor.detach().cpu().resolve_conj().contiguous()
         digests[name] = xxhash.xxh3_64_hexdigest(plain.view(-1).view(torch.uint8).numpy().data)
     return digests
 
@@ -59,5 +59,6 @@ def squared_distance(weights: Mapping[str, Tensor], names: list[str], path: Path
         left_chunks = torch.split(weights[name].detach().cpu().flatten(), _CHUNK)
         right_chunks = torch.split(saved[name].flatten(), _CHUNK)
         for a, b in zip(left_chunks, right_chunks, strict=True):
-            total += float((a.double() - b.double()).square().sum())
+            dtype = torch.complex128 if a.is_complex() else torch.float64
+            total += float((a.to(dtype) - b.to(dtype)).abs().square().sum())
     return total

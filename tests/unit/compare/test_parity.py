@@ -139,6 +139,30 @@ def test_views_are_saved_without_the_rest_of_their_memory(tmp_path: Path) -> Non
     assert squared_distance(moved, ["a", "b"], tmp_path / "weights.pt") == pytest.approx(40)
 
 
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.empty(0),
+        torch.tensor(True),
+        torch.tensor(5),
+        torch.ones(2, 3, dtype=torch.bfloat16).t(),
+        torch.ones(3, dtype=torch.complex64),
+        torch.full((3,), 1j).conj(),
+    ],
+    ids=str,
+)
+def test_weights_of_any_dtype_are_compared(tmp_path: Path, weight: Tensor) -> None:
+    save_weights({"weight": weight}, tmp_path / "weights.pt")
+    assert squared_distance({"weight": weight}, ["weight"], tmp_path / "weights.pt") == 0
+    digests = digest_weights({"weight": weight})
+    assert digest_weights({"weight": weight.clone()}) == digests
+    if weight.numel():
+        other = weight ^ True if weight.dtype == torch.bool else weight + 1
+        assert digest_weights({"weight": other}) != digests
+        distance = squared_distance({"weight": other}, ["weight"], tmp_path / "weights.pt")
+        assert distance == pytest.approx(weight.numel())
+
+
 def test_model_without_a_loss_is_compared_by_its_weights(checks: Checks) -> None:
     silent = checks(losses=[nan, nan, nan])
     parity = find(silent, silent)
