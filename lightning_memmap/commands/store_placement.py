@@ -22,7 +22,7 @@ from lightning_memmap.tables import GOOD, UNSURE, TitledTable, make_table, text
 
 @dataclass(frozen=True)
 class Machine:
-    """The memory that shards may take: of each device, and of the host."""
+    """The memory for shards of each device, and of the host."""
 
     device_bytes: int
     host_bytes: int
@@ -54,8 +54,8 @@ def _bytes(name: str, size: str) -> int:
 
 
 @dataclass(frozen=True)
-class Held:
-    """The bytes in each memory with a number of devices."""
+class MemoryUse:
+    """The bytes in each memory for a number of devices."""
 
     on_devices: int
     in_host_memory: int
@@ -64,13 +64,13 @@ class Held:
 
     @property
     def residency(self) -> str:
-        """The value of ``residency`` that fits."""
+        """The value of ``residency`` to use."""
         if self.on_disk:
             return "stream"
         return "auto" if self.in_host_memory else "device"
 
 
-def planned_store(row_bytes: int, num_rows: int) -> Manifest:
+def make_planned_manifest(row_bytes: int, num_rows: int) -> Manifest:
     """Make the manifest of a store that isn't built yet."""
     schema = Schema(leaf_node(Field("value", torch.uint8, (row_bytes,))))
     return Manifest.draft(num_rows, default_shards(num_rows), schema)
@@ -80,21 +80,21 @@ def plan_devices(stores: Mapping[str, Manifest], counts: range, machine: Machine
     """Make a table of the bytes that devices, host and disk hold.
 
     Args:
-        stores: By name.
+        stores: Manifests by name.
         counts: Counts of devices, ascending.
-        machine: The memory that there is.
+        machine: The available memory.
     """
     total = sum(manifest.num_bytes for manifest in stores.values())
     rows = []
-    plans: dict[int, Held] = {}
+    plans: dict[int, MemoryUse] = {}
     for count in counts:
-        if short := [name for name, manifest in stores.items() if manifest.num_rows < count]:
-            why = text(f"{short[0]} has {stores[short[0]].num_rows}", UNSURE)
-            rows.append([text(count), *map(text, "----"), text("none", UNSURE), why])
+        if small := [name for name, manifest in stores.items() if manifest.num_rows < count]:
+            reason = text(f"{small[0]} has {stores[small[0]].num_rows}", UNSURE)
+            rows.append([text(count), *map(text, "----"), text("none", UNSURE), reason])
             continue
-        plans[count] = held = held_bytes(stores, count, machine)
-        sizes = (held.on_devices, held.in_host_memory, held.on_disk, held.fullest_device)
-        residency = text(held.residency, GOOD if held.residency == "device" else UNSURE)
+        plans[count] = use = plan_memory(stores, count, machine)
+        sizes = (use.on_devices, use.in_host_memory, use.on_disk, use.fullest_device)
+        residency = text(use.residency, GOOD if use.residency == "device" else UNSURE)
         is_restriped = any(manifest.num_shards % count for manifest in stores.values())
         order = text("re-striped", UNSURE) if is_restriped else text("as stored")
         rows.append([text(count), *map(text, map(format_bytes, sizes)), residency, order])
@@ -110,14 +110,14 @@ def plan_devices(stores: Mapping[str, Manifest], counts: range, machine: Machine
     return TitledTable(title, make_table(labels, rows), _notes(plans, total, machine))
 
 
-def _notes(plans: Mapping[int, Held], total: int, machine: Machine) -> list[Text]:
+def _notes(plans: Mapping[int, MemoryUse], total: int, machine: Machine) -> list[Text]:
     notes = []
-    least = next((count for count, held in plans.items() if held.residency == "device"), None)
+    least = next((count for count, use in plans.items() if use.residency == "device"), None)
     if least is not None:
         notes.append(text(f"{least} or more devices hold all rows.", GOOD))
     elif plans:
         notes.append(text(f"{max(plans)} devices don't hold all rows.", UNSURE))
-    if any(held.residency == "stream" for held in plans.values()):
+    if any(use.residency == "stream" for use in plans.values()):
         notes.append(
             text(
                 f"stream: devices and host together are too small, so an epoch reads all"
@@ -129,7 +129,7 @@ def _notes(plans: Mapping[int, Held], total: int, machine: Machine) -> list[Text
 
 
 def describe_texts(num_bytes: int) -> list[Text]:
-    """Say which bytes are in host memory with every residency."""
+    """Describe the bytes that are in host memory with every residency."""
     if not num_bytes:
         return []
     size = format_bytes(num_bytes)
@@ -137,7 +137,7 @@ def describe_texts(num_bytes: int) -> list[Text]:
 
 
 def describe_build(trial: Trial) -> list[Text]:
-    """Say how long a build takes, and what was measured."""
+    """Describe how long a build takes, and the trial."""
     is_written_only = trial.how == "from memory"
     words = "Writing the store takes" if is_written_only else "Building the store takes"
     notes = [text(f"{words} about {format_duration(trial.build_s)}: {trial}.")]
@@ -148,7 +148,7 @@ def describe_build(trial: Trial) -> list[Text]:
     return notes
 
 
-def held_bytes(stores: Mapping[str, Manifest], count: int, machine: Machine) -> Held:
+def plan_memory(stores: Mapping[str, Manifest], count: int, machine: Machine) -> MemoryUse:
     """Plan ``residency="auto"`` for a number of devices: the bytes in each memory.
 
     If the host is too small for the rest, all shards stay in the files: they are streamed.
@@ -167,8 +167,8 @@ def held_bytes(stores: Mapping[str, Manifest], count: int, machine: Machine) -> 
         if shards.residency is Residency.DEVICE:
             devices[shards.device_index] += shards.num_bytes
     if memories[Residency.MMAP]:
-        return Held(0, 0, memories.total(), 0)
-    return Held(
+        return MemoryUse(0, 0, memories.total(), 0)
+    return MemoryUse(
         on_devices=memories[Residency.DEVICE],
         in_host_memory=memories[Residency.HOST],
         on_disk=0,

@@ -16,9 +16,9 @@ from lightning_memmap.commands.store_placement import (
     Machine,
     describe_build,
     describe_texts,
+    make_planned_manifest,
     parse_device_counts,
     plan_devices,
-    planned_store,
 )
 from lightning_memmap.commands.store_rates import (
     Trial,
@@ -78,7 +78,7 @@ def plan(
         trial = _run_trial(path, dataset, rows, row_bytes, num_workers, variable)
         name = f"{trial.num_rows:,} rows of {trial.name}"
         table = plan_devices(
-            {name: planned_store(trial.row_bytes, trial.num_rows)}, counts, machine
+            {name: make_planned_manifest(trial.row_bytes, trial.num_rows)}, counts, machine
         )
         notes = [*describe_texts(trial.text_bytes * trial.num_rows), *describe_build(trial)]
     elif path is None:

@@ -1,4 +1,4 @@
-"""How fast stores are built on this machine: some rows are stored for a trial."""
+"""Measures how fast stores are built on this machine, by storing some rows for a trial."""
 
 import re
 import tempfile
@@ -23,13 +23,13 @@ from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.sources.source import is_read_by_item
 from lightning_memmap.store.sources.stream import is_stream
 
-#: A trial grows until it has taken this long, and a second more for each worker that is started.
-_GOAL_S = 2.0
+#: A trial grows until it takes this long, plus a second for each worker.
+_MIN_TRIAL_S = 2.0
 _FIRST_ROWS = 32
-#: The runs of consecutive rows that a trial reads from a dataset of items.
+#: Number of runs of consecutive rows that a trial reads from a dataset of items.
 _NUM_RUNS = 8
 #: The most bytes that a trial writes.
-_MOST_BYTES = 512 * 2**20
+_MAX_BYTES = 512 * 2**20
 #: How the errors about one row of a dataset begin.
 _AT_ROW = re.compile(r"(row |the dataset raised at row )(\d+)\b")
 
@@ -39,17 +39,17 @@ class Trial:
     """A trial build: the size of all rows, and how fast some of them were stored."""
 
     name: str
-    """What was stored."""
+    """Name of the dataset."""
     num_rows: int
     """Rows of the whole dataset."""
     row_bytes: int
     """Stored bytes of one row, on average and rounded up."""
     text_bytes: int
-    """The bytes of texts and encoded images among them."""
+    """Bytes of texts and encoded images among ``row_bytes``."""
     trial_rows: int
     seconds: float
     how: str
-    """How the rows were read."""
+    """Description of how the rows were read."""
 
     @property
     def build_s(self) -> float:
@@ -67,7 +67,7 @@ class Trial:
 
 
 class _First(IterableDataset[Any]):
-    """The first rows of a dataset that is iterated over."""
+    """The first rows of an iterable dataset."""
 
     def __init__(self, dataset: Any, count: int) -> None:
         self.dataset = dataset
@@ -91,27 +91,29 @@ def try_build(
     Args:
         dataset: As for `build_store`.
         folder: An existing folder, on the disk that the store is for.
-        num_rows: Rows of the dataset; needed where it has no length.
+        num_rows: Rows of the dataset; required if it has no length.
         num_workers: As for `build_store`.
         variable: As for `build_store`.
         clock: Returns the time in seconds.
 
     Raises:
-        ValueError: The dataset has no length, and ``num_rows`` is None; or it has another length.
+        ValueError: The dataset has no length and ``num_rows`` is None, or its length differs.
         SchemaError: A sample cannot be stored, or does not fit the first one; the message names the
             row of the whole dataset.
         DatasetError: The dataset raised an error, or is random.
     """
     total = _num_rows(dataset, num_rows)
-    # With its module: a class of that name may be imported from several.
+    # With its module, because several modules may have a class of this name.
     name = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
-    goal_s = _GOAL_S + num_workers
+    min_trial_s = _MIN_TRIAL_S + num_workers
     count = min(total, _FIRST_ROWS)
     with tempfile.TemporaryDirectory(prefix=".plan-", dir=folder) as directory:
         while True:
-            rows: Any = _First(dataset, count) if is_stream(dataset) else _some_of(dataset, count)
+            rows: Any = (
+                _First(dataset, count) if is_stream(dataset) else _choose_rows(dataset, count)
+            )
             start = clock()
-            with _naming_rows(rows):
+            with _dataset_rows_in_errors(rows):
                 store = build_store(
                     rows,
                     Path(directory, str(count)),
@@ -123,10 +125,10 @@ def try_build(
             seconds = clock() - start
             if store.num_rows < count:  # A stream that has ended.
                 total = count = store.num_rows
-            most = max(1, _MOST_BYTES // max(1, store.manifest.row_bytes))
-            if seconds >= goal_s or count >= min(total, most):
+            most = max(1, _MAX_BYTES // max(1, store.manifest.row_bytes))
+            if seconds >= min_trial_s or count >= min(total, most):
                 break
-            count = min(total, most, count * max(2, min(16, round(goal_s / seconds))))
+            count = min(total, most, count * max(2, min(16, round(min_trial_s / seconds))))
     workers = f"{num_workers} worker processes" if num_workers else "this process alone"
     return _trial(name, total, store, seconds, f"read by {workers}")
 
@@ -156,8 +158,8 @@ def _num_rows(dataset: Any, num_rows: int | None) -> int:
     return length
 
 
-def _some_of(dataset: Any, count: int) -> Subset[Any]:
-    """Choose rows: one run of consecutive rows of a table, which is read by slices, or several."""
+def _choose_rows(dataset: Any, count: int) -> Subset[Any]:
+    """Choose one run of consecutive rows of a table, or several runs of a dataset of items."""
     total = len(dataset)
     num_runs = _NUM_RUNS if is_read_by_item(dataset) else 1
     runs = np.array_split(np.arange(count), min(num_runs, count))
@@ -167,8 +169,8 @@ def _some_of(dataset: Any, count: int) -> Subset[Any]:
 
 
 @contextmanager
-def _naming_rows(chosen: Any) -> Iterator[None]:
-    """Name the rows of the whole dataset in errors, instead of those among the chosen ones."""
+def _dataset_rows_in_errors(chosen: Any) -> Iterator[None]:
+    """Replace indices of chosen rows in errors by their rows in the whole dataset."""
     try:
         yield
     except (DatasetError, SchemaError) as error:
@@ -180,16 +182,16 @@ def _naming_rows(chosen: Any) -> Iterator[None]:
 
 
 def try_writing(row_bytes: int, num_rows: int, folder: Path) -> Trial:
-    """Store rows that are in memory: what a build takes at least.
+    """Store rows from memory, which takes as long as a build at least.
 
     Args:
         row_bytes: Bytes of a row.
-        num_rows: Rows of the dataset that is planned for.
+        num_rows: Rows of the planned dataset.
         folder: An existing folder, on the disk that the store is for.
     """
     row_bytes = check_integer("row_bytes", row_bytes, 1)
     num_rows = check_integer("rows", num_rows, 1)
-    count = min(num_rows, max(1, _MOST_BYTES // 2 // row_bytes))
+    count = min(num_rows, max(1, _MAX_BYTES // 2 // row_bytes))
     data = np.random.default_rng(0).integers(0, 256, (count, row_bytes), np.uint8)
     rows = TensorDataset(torch.from_numpy(data))
     with tempfile.TemporaryDirectory(prefix=".plan-", dir=folder) as directory:

@@ -26,7 +26,7 @@ from PIL import Image, ImageOps
 from timing import CLOCKS, machine
 from torch.utils.data import Dataset, TensorDataset
 
-from lightning_memmap.commands.store_placement import Machine, held_bytes, planned_store
+from lightning_memmap.commands.store_placement import Machine, make_planned_manifest, plan_memory
 from lightning_memmap.commands.store_rates import Trial, try_build
 from lightning_memmap.sizes import format_bytes, format_duration
 from lightning_memmap.store import TokenStream
@@ -108,7 +108,7 @@ def table(sets: list[KnownSet], folder: Path, clock: str) -> Iterator[str]:
         num_rows = trial.num_rows
         if known.num_bytes is not None:
             num_rows = known.num_bytes // trial.row_bytes
-        store = planned_store(trial.row_bytes, num_rows)
+        store = make_planned_manifest(trial.row_bytes, num_rows)
         cells = [
             f"{num_rows:,}",
             f"{trial.row_bytes:,}",
@@ -128,13 +128,13 @@ def rounded(rate: float) -> int:
 
 def residency(trial: Trial, num_rows: int, count: int, memory: str, host: str) -> str:
     """Where the rows are on a machine, as a cell."""
-    store = planned_store(trial.row_bytes, num_rows)
+    store = make_planned_manifest(trial.row_bytes, num_rows)
     machine = Machine.of(memory, host, 0.7)
     if 2 * trial.text_bytes > trial.row_bytes:  # It stays in host memory.
         return "`host`" if store.num_bytes <= machine.host_budget else "`stream`"
-    held = held_bytes({"": store}, count, machine)
-    share = held.on_devices / store.num_bytes
-    return f"`{held.residency}`" + f", {share:.0%} on devices" * (held.residency == "auto")
+    use = plan_memory({"": store}, count, machine)
+    share = use.on_devices / store.num_bytes
+    return f"`{use.residency}`" + f", {share:.0%} on devices" * (use.residency == "auto")
 
 
 def main() -> None:

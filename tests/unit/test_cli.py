@@ -362,8 +362,8 @@ class TestPlan:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials of builds end once they have stored some rows."""
-    monkeypatch.setattr(store_rates, "_GOAL_S", 0.0)
-    monkeypatch.setattr(store_rates, "_MOST_BYTES", 2**16)
+    monkeypatch.setattr(store_rates, "_MIN_TRIAL_S", 0.0)
+    monkeypatch.setattr(store_rates, "_MAX_BYTES", 2**16)
 
 
 @pytest.mark.usefixtures("quick")
@@ -409,7 +409,7 @@ class TestPlanOfData:
     def test_trial_grows_to_its_goal_and_its_bytes(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(store_rates, "_GOAL_S", 1e9)
+        monkeypatch.setattr(store_rates, "_MIN_TRIAL_S", 1e9)
         assert store_rates.try_build(Points(300), tmp_path).trial_rows == 300
         # 44 bytes each, at most 65,536.
         assert store_rates.try_build(Points(6000), tmp_path).trial_rows == 2**16 // 44
