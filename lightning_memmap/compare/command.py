@@ -12,7 +12,7 @@ from lightning_memmap.compare.folder import PAGE, REPORT
 from lightning_memmap.compare.report import print_report, render_html
 from lightning_memmap.compare.runner import Comparison
 from lightning_memmap.errors import MemmapError
-from lightning_memmap.launched import on_sigterm
+from lightning_memmap.logged_process import on_sigterm
 from lightning_memmap.tables import write_atomically
 
 _DESCRIPTION = """Train the same model on the same rows in several variants, check that the results

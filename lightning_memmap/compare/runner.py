@@ -38,7 +38,7 @@ from lightning_memmap.compare.parity import (
 from lightning_memmap.compare.prepare import describe_devices, prepare
 from lightning_memmap.compare.report import IN_PLACE, Report, VariantResult
 from lightning_memmap.errors import describe_error
-from lightning_memmap.launched import Launched
+from lightning_memmap.logged_process import LoggedProcess
 
 
 class RunError(Exception):
@@ -59,7 +59,7 @@ def run(spec: RunSpec, timeout_s: float) -> list[RankRecord]:
     command = [sys.executable, "-m", "lightning_memmap.compare.worker", str(spec.write())]
     # A run is independent of the process that starts it.
     environment = {key: os.environ[key] for key in os.environ if not key.startswith("PL_")}
-    with Launched(command, out / "log.txt", env=environment) as process:
+    with LoggedProcess(command, out / "log.txt", env=environment) as process:
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -84,7 +84,7 @@ def read_records(out: Path) -> list[RankRecord]:
     )
 
 
-def _read_error(out: Path, process: Launched) -> RunError:
+def _read_error(out: Path, process: LoggedProcess) -> RunError:
     # The first process that failed knows the reason. Its file may be cut off if it was killed.
     for path in sorted(out.glob("error-*.json"), key=lambda path: path.stat().st_mtime_ns):
         with suppress(ValueError):

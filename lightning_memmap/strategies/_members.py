@@ -24,7 +24,7 @@ from lightning_memmap._compat.launchers import (
     script_command,
     share_threads,
 )
-from lightning_memmap.launched import Launched, on_sigterm
+from lightning_memmap.logged_process import LoggedProcess, on_sigterm
 from lightning_memmap.strategies._member_results import (
     ABSENT,
     DONE,
@@ -54,7 +54,7 @@ class MemberLauncher(ScriptLauncher):  # type: ignore[misc]
     """
 
     # Shared by all Trainers of the program.
-    _others: ClassVar[dict[int, Launched]] = {}
+    _others: ClassVar[dict[int, LoggedProcess]] = {}
     _first_root: ClassVar[Path | None] = None
     _calls: ClassVar[Counter[str]] = Counter()
 
@@ -143,7 +143,7 @@ class MemberLauncher(ScriptLauncher):  # type: ignore[misc]
             for member in range(1, self._num_members):
                 variables = {MEMBER_VARIABLE: str(member), _DIRECTORY_VARIABLE: str(root)}
                 command, directory = script_command(f"_{folder_of(member)}")
-                self._others[member] = Launched(
+                self._others[member] = LoggedProcess(
                     command,
                     self._output_path(member),
                     head=OUTPUT_HEAD,

@@ -20,8 +20,8 @@ _LAUNCHERS = {
 }  # fmt: skip
 
 
-class Launched(subprocess.Popen[bytes]):
-    """A program that prints to a file."""
+class LoggedProcess(subprocess.Popen[bytes]):
+    """A process whose output goes to a file."""
 
     def __init__(
         self,

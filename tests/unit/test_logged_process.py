@@ -9,7 +9,7 @@ from time import monotonic, sleep
 
 import pytest
 
-from lightning_memmap.launched import Launched
+from lightning_memmap.logged_process import LoggedProcess
 
 #: Prints, starts a process that ignores SIGTERM, and ends or not.
 PROGRAM = """
@@ -31,9 +31,9 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def start(tmp_path: Path, seconds: float, code: int) -> tuple[Launched, int]:
+def start(tmp_path: Path, seconds: float, code: int) -> tuple[LoggedProcess, int]:
     command = [sys.executable, "-S", "-c", PROGRAM, str(seconds), str(code)]
-    program = Launched(command, tmp_path / "logs" / "output.log")
+    program = LoggedProcess(command, tmp_path / "logs" / "output.log")
     deadline = monotonic() + 30
     while not program.tail() and monotonic() < deadline:
         sleep(0.01)
@@ -65,7 +65,7 @@ def test_program_does_not_see_what_started_this_one(
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     command = [sys.executable, "-S", "-c", "import os; print(*os.environ)"]
-    program = Launched(command, tmp_path / "seen.log")
+    program = LoggedProcess(command, tmp_path / "seen.log")
     assert program.wait(30) == 0
     seen = program.tail()[0].split()
     assert "PATH" in seen
@@ -74,9 +74,9 @@ def test_program_does_not_see_what_started_this_one(
 
 def test_program_without_output_ends_by_its_code_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-c", "import os; print(os.getpgid(0) == os.getpid())"]
-    program = Launched(command, tmp_path / "alone.log", env={**os.environ, "A": "1"})
+    program = LoggedProcess(command, tmp_path / "alone.log", env={**os.environ, "A": "1"})
     assert program.wait(30) == 0
     assert program.tail() == ["True"]
-    silent = Launched([sys.executable, "-S", "-c", ""], tmp_path / "silent.log")
+    silent = LoggedProcess([sys.executable, "-S", "-c", ""], tmp_path / "silent.log")
     assert silent.wait(30) == 0
     assert silent.describe_exit() == "exit code 0"
