@@ -21,7 +21,7 @@ from lightning_memmap.loading.progress import LoaderProgress
 from lightning_memmap.loading.row_source import Fetched, Steps, released_error
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.state import LoaderState
-from lightning_memmap.loading.step_weight import DeliveredStep, DeliveredSteps, StepWeight
+from lightning_memmap.loading.step_weight import DeliveredSteps, StepWeight
 from lightning_memmap.loading.super_batch import Collate, Collator, SuperBatch
 from lightning_memmap.loading.transform import BatchTransform
 from lightning_memmap.placement.topology import DataTopology
@@ -336,7 +336,7 @@ class SuperBatchLoader:
 
     def _deliver(self, super_batch: SuperBatch) -> None:
         """Count a step as delivered."""
-        self.delivered.add(DeliveredStep(super_batch.num_rows, super_batch.weight))
+        self.delivered.add(super_batch.num_rows, super_batch.weight)
         self._progress.deliver()
 
     def _steps(self) -> Iterator[SuperBatch]:
@@ -372,6 +372,7 @@ class SuperBatchLoader:
         topology, devices = self._topology, fetched.devices
         # The last reference to a step's rows goes with its super-batch.
         parts = fetched.by_step()
+        weight = StepWeight(0, 0)  # Most steps have the same weight as the one before.
         pairs = zip(steps.lengths, steps.step_rows, strict=True)
         for number, (length, step_rows) in enumerate(pairs, steps.first_step):
             leaves, batches = [*parts.pop()], []
@@ -383,7 +384,8 @@ class SuperBatchLoader:
                     batch = collator.transformed(batch, device, seed, index)
                 batches.append(batch)
                 del batch
-            weight = StepWeight(length, step_rows)
+            if weight != (length, step_rows):
+                weight = StepWeight(length, step_rows)
             super_batch = SuperBatch(devices, length, weight, first, collator, batches)
             del leaves, batches
             if collator.is_on_super_batch:

@@ -23,40 +23,35 @@ class StepWeight(NamedTuple):
         return self.local * num_processes / self.total
 
 
-class DeliveredStep(NamedTuple):
-    """A batch that a loader has delivered: its rows, and the weight of its loss."""
-
-    num_rows: int
-    weight: StepWeight
-
-
 class DeliveredSteps:
     """The batches that a loader has delivered and whose weights no strategy has taken yet."""
 
     # One batch, unless something between the loader and the Trainer fetches ahead.
 
     def __init__(self) -> None:
-        self._pending: deque[DeliveredStep] = deque(maxlen=_MAX_PENDING)
-        self._discarded: list[DeliveredStep] = []
+        # The rows of each batch, and the weight of its loss.
+        self._pending: deque[tuple[int, StepWeight]] = deque(maxlen=_MAX_PENDING)
+        self._discarded: list[tuple[int, StepWeight]] = []
 
     def begin_epoch(self) -> None:
         """Discard what an earlier epoch delivered in excess."""
         self._discarded = [*self._pending]
         self._pending.clear()
 
-    def add(self, step: DeliveredStep) -> None:
+    def add(self, num_rows: int, weight: StepWeight) -> None:
         """Note a batch as delivered."""
-        self._pending.append(step)
+        self._pending.append((num_rows, weight))
 
-    def take(self) -> tuple[DeliveredStep, bool] | None:
+    def take(self) -> tuple[int, StepWeight, bool] | None:
         """Return the earliest batch, which the Trainer trains on next, and forget it.
 
         Returns:
-            The batch, and whether another one with another weight could be meant. None if nothing
-            was delivered since the last call.
+            Its rows, its weight, and whether another batch with another weight could be meant. None
+            if nothing was delivered since the last call.
         """
         if not self._pending:
             return None
-        candidates = {step.weight for step in (*self._discarded, *self._pending)}
+        num_rows, weight = self._pending.popleft()
+        candidates = (*self._discarded, *self._pending)
         self._discarded.clear()
-        return self._pending.popleft(), len(candidates) > 1
+        return num_rows, weight, any(other != weight for _, other in candidates)

@@ -91,15 +91,15 @@ class WeightedLoss(SeveralProcesses):
             taken = delivered.take()
             if taken is None:
                 continue
-            step, is_ambiguous = taken
-            if is_ambiguous and _num_rows(batch) != step.num_rows:
+            num_rows, weight, is_ambiguous = taken
+            if is_ambiguous and _num_rows(batch) != num_rows:
                 raise ValueError(
                     "train_dataloader: between the MemmapDataModule and the Trainer something"
                     " fetches batches ahead, reorders or drops them, so the weight of this uneven"
-                    f" step is unknown (its loader delivered {step.num_rows} rows next). Return the"
+                    f" step is unknown (its loader delivered {num_rows} rows next). Return the"
                     " loader of the data module itself, or pass drop_last=True"
                 )
-            scales.add(step.weight.scale(num_processes))
+            scales.add(weight.scale(num_processes))
         if len(scales) > 1:
             raise ValueError(
                 "this step combines batches of several loaders that need different loss weights"
