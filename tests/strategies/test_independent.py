@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import Precision
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import MemberError
@@ -23,6 +24,7 @@ from lightning_memmap.strategies._member_results import MemberResult, old_result
 from lightning_memmap.strategies._members import MEMBER_VARIABLE, MemberLauncher
 from tests.models import Points, Regression, make_trainer, weights
 from tests.strategies.contract import CASES
+from tests.strategies.traces import changed_by_fit
 from tests.versions import weights_only
 
 FOLDS = 2
@@ -146,6 +148,14 @@ def test_one_member_is_no_more_than_a_lone_run(tmp_path: Path) -> None:
     (result,) = strategy.results.members
     assert result.status == "done"
     assert result.metrics["train_loss"] == trainer.callback_metrics["train_loss"].item()
+
+
+def test_fit_leaves_nothing_but_the_folder_of_its_outputs(tmp_path: Path, member: int) -> None:
+    left = []
+    for options in ({}, {"strategy": "memmap_independent", "devices": FOLDS}):
+        trainer = make_trainer(tmp_path, plugins=[Precision()], **options)
+        left.append(changed_by_fit(trainer, Regression(), make_data(tmp_path, member=member)))
+    assert left[1] - left[0] == {"trainer._default_root_dir"}
 
 
 def test_failure_is_recorded_and_raised(tmp_path: Path, member: int) -> None:
