@@ -4,6 +4,7 @@ Pillow is imported when the first image is decoded.
 """
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from lightning_memmap.image_crop import decode_crop
 
 #: The channels of each mode.
 CHANNELS = {"RGB": 3, "RGBA": 4, "L": 1}
@@ -77,6 +80,8 @@ def decode_image(
     shape: tuple[int, ...] | None = None,
     # Receives the scale, and x and y of the upright image's corner in the result.
     place: NDArray[np.float32] | None = None,
+    # Random numbers of a random-resized crop; see `choose_box`.
+    draws: Sequence[Sequence[float]] | None = None,
 ) -> NDArray[np.uint8]:
     """Decode an image, turned upright if its EXIF orientation says how it was taken."""
     try:
@@ -96,6 +101,10 @@ def decode_image(
                 raise ImageError(f"its {width} x {height} pixels are more than {MAX_PIXELS}")
             if size is None and shape is not None and {width, height} != {*shape[1:]}:
                 raise _size_error((height, width), shape)
+            if draws is not None:
+                assert size is not None
+                _check_depth(image)
+                return _to_array(decode_crop(image, data, mode, size, draws), shape)
             return _pixels(image, mode, size, shape, place)
     except UnidentifiedImageError as error:
         raise ImageError(f"it isn't an image of a known format ({', '.join(_FORMATS)})") from error
@@ -114,10 +123,7 @@ def _pixels(
 ) -> NDArray[np.uint8]:
     from PIL import Image, ImageOps
 
-    if image.mode in ("I", "F") or image.mode.startswith("I;"):
-        raise ImageError(
-            f"its mode {image.mode!r} has more than 8 bits, which would be lost. Store it decoded"
-        )
+    _check_depth(image)
     image.load()
     if image.getexif().get(_ORIENTATION, 1) != 1:
         image = ImageOps.exif_transpose(image)
@@ -133,6 +139,19 @@ def _pixels(
         place[:] = scale, (columns - scale * width) / 2, (rows - scale * height) / 2
     if size is not None and image.size != size[::-1]:
         image = ImageOps.fit(image, size[::-1], Image.Resampling.BILINEAR)
+    return _to_array(image, shape)
+
+
+def _check_depth(image: Any) -> None:
+    """Check that 8 bits are enough for the values of an image."""
+    if image.mode in ("I", "F") or image.mode.startswith("I;"):
+        raise ImageError(
+            f"its mode {image.mode!r} has more than 8 bits, which would be lost. Store it decoded"
+        )
+
+
+def _to_array(image: Any, shape: tuple[int, ...] | None) -> NDArray[np.uint8]:
+    """Convert an image of Pillow to (channels, height, width), and check its shape."""
     pixels: NDArray[np.uint8] = np.asarray(image)
     pixels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
     if shape is not None and pixels.shape != shape:

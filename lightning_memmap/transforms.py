@@ -5,11 +5,11 @@ from a callable that maps a sample, and `OnSuperBatch` declares that one runs on
 data devices together.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from reprlib import repr as short_repr
 from typing import Any
 
-import torch
+import numpy as np
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -22,10 +22,11 @@ from lightning_memmap.loading.nested import (
     named_leaves,
     with_children,
 )
-from lightning_memmap.loading.transform import OnSuperBatch, check_callable
+from lightning_memmap.loading.row_random import RowRandom
+from lightning_memmap.loading.transform import OnSuperBatch, check_callable, has_parameter
 from lightning_memmap.schema.fields import RowList
 
-__all__ = ["OnSuperBatch", "PerSample"]
+__all__ = ["OnSuperBatch", "PerSample", "RowRandom"]
 
 
 class PerSample:
@@ -36,9 +37,9 @@ class PerSample:
     that the batch has as a `RowList`, such as the objects of each image, remain lists under the
     same key.
 
-    If the callable has a method ``set_random_seed``, such as a ``Compose`` of Albumentations, it is
-    seeded for each batch from torch's global generator. The loader seeds that generator, so a run
-    can be repeated and resumed exactly.
+    A callable with a parameter ``random`` receives the row's own `numpy.random.Generator`. One with
+    a method ``set_random_seed``, such as a ``Compose`` of Albumentations, is seeded for each row.
+    Both draw the same numbers for a row on any number of devices; see `RowRandom`.
 
     Args:
         function: The per-sample callable.
@@ -55,12 +56,16 @@ class PerSample:
     def __init__(self, function: Callable[..., Any]) -> None:
         check_callable("function", function)
         self.function = function
+        self._takes_random = has_parameter(function, "random")
+        self._set_random_seed: Any = getattr(function, "set_random_seed", None)
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: Any, random: RowRandom | None = None) -> Any:
         """Transform a batch of B rows.
 
         Args:
             batch: Tensors of shape (B, ...) and `RowList` in any nesting of containers.
+            random: Random numbers of the rows, for a callable that draws some. The loader passes
+                them.
 
         Returns:
             The collated results, with B rows, on the device of the results.
@@ -69,9 +74,7 @@ class PerSample:
             TypeError: A result is None or contains None, or the batch has a jagged tensor.
             ValueError: The results of two rows differ in structure, shape or dtype.
         """
-        set_random_seed = getattr(self.function, "set_random_seed", None)
-        if set_random_seed is not None:
-            set_random_seed(int(torch.randint(2**31, ())))
+        generators = self._row_generators(random)
         leaves = dict(named_leaves(batch))
         for name, leaf in leaves.items():
             if isinstance(leaf, Tensor) and leaf.is_nested:
@@ -82,16 +85,33 @@ class PerSample:
                 )
         by_row = [leaf for leaf in leaves.values() if isinstance(leaf, _BY_ROW)]
         samples = [
-            self._call(apply_to_collection(batch, _BY_ROW, lambda leaf, row=row: leaf[row]))
+            self._call(
+                apply_to_collection(batch, _BY_ROW, lambda leaf, row=row: leaf[row]),
+                next(generators, None),
+            )
             for row in range(len(by_row[0]))
         ]
         lists = [name for name, leaf in leaves.items() if isinstance(leaf, RowList)]
         _check_alike(samples, self.function, lists)
         return _collated(samples, lists)
 
-    def _call(self, sample: Any) -> Any:
+    def _row_generators(self, random: RowRandom | None) -> Iterator[np.random.Generator]:
+        """Yield a generator for each row, if the callable draws random numbers."""
+        if not self._takes_random and self._set_random_seed is None:
+            return iter(())
+        if random is None:
+            raise TypeError(
+                f"PerSample(function={short_repr(self.function)}): random=None, but the function"
+                " draws random numbers. Pass random=RowRandom(rows), as a loader does"
+            )
+        return random.generators()
+
+    def _call(self, sample: Any, generator: np.random.Generator | None) -> Any:
+        keywords = {"random": generator} if self._takes_random else {}
+        if self._set_random_seed is not None and generator is not None:
+            self._set_random_seed(int(generator.integers(2**31)))
         try:
-            return self.function(sample)
+            return self.function(sample, **keywords)
         except TypeError as error:
             if not is_argument_mismatch(error):
                 raise

@@ -1,6 +1,6 @@
 """The loaders of a variant: the store, a ``DataLoader``, or one batch replayed."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.data.splits import has_several
 from lightning_memmap.errors import with_article
 from lightning_memmap.loading.device_streams import has_streams
+from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.loading.super_batch import Collate
 from lightning_memmap.loading.transform import DeviceTransform
 from lightning_memmap.loading.variable_batch import FormedCollate
@@ -96,7 +97,9 @@ class PlainCollate:
         batch = self._collate(rows)
         if self._transform is None:
             return batch
-        return self._transform(batch, int(torch.randint(2**62, ())))
+        seed = int(torch.randint(2**62, ()))
+        # A worker process does not know which rows these are.
+        return self._transform(batch, seed, RowRandom(range(len(rows)), seed=seed))
 
     def _collate(self, rows: list[Any]) -> Any:
         if self._build is None and self._is_plain:
@@ -122,17 +125,18 @@ def _stack(field: Field, rows: tuple[Any, ...]) -> Tensor | VariableRows:
 
 
 class MappedLoader:
-    """A loader whose batches pass through a function."""
+    """A loader whose batches pass through a function, with an item of each other iterable."""
 
-    def __init__(self, loader: Any, function: Callable[[Any], Any]) -> None:
+    def __init__(self, loader: Any, function: Callable[..., Any], *others: Iterable[Any]) -> None:
         self._loader = loader
         self._function = function
+        self._others = others
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._function, self._loader)
+        return map(self._function, self._loader, *self._others)
 
     def __getattr__(self, name: str) -> Any:
         # Lightning looks for the sampler, whose epoch it sets, and for the state.
@@ -160,10 +164,26 @@ class RowBatches(TorchSampler[list[int]]):
 
     @override
     def __iter__(self) -> Iterator[list[int]]:
+        for positions in self._positions():
+            yield self._order.dataset_rows(self._epoch, positions).tolist()
+
+    def _positions(self) -> Iterator[range]:
         for step in range(len(self._schedule)):
             start, stop = self._schedule.bounds(step)
-            positions = range(start + (self._rank - start) % self._size, stop, self._size)
-            yield self._order.dataset_rows(self._epoch, positions).tolist()
+            yield range(start + (self._rank - start) % self._size, stop, self._size)
+
+
+class RowRandoms:
+    """The random numbers of the rows of each step, as a `SuperBatchLoader` draws them."""
+
+    def __init__(self, batches: RowBatches, seed: int) -> None:
+        self._batches = batches
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[RowRandom]:
+        batches = self._batches
+        for positions in batches._positions():
+            yield RowRandom.at(batches._order, batches._epoch, positions, self._seed)
 
 
 class PlainData(L.LightningDataModule):
@@ -197,9 +217,10 @@ class PlainData(L.LightningDataModule):
             stored=isinstance(rows, StoredRows),
             transform=None if here else transform,
         )
+        batches = RowBatches(order, schedule, rank, size)
         loader: DataLoader[Any] = DataLoader(
             rows,
-            batch_sampler=RowBatches(order, schedule, rank, size),
+            batch_sampler=batches,
             num_workers=self._num_workers,
             collate_fn=collate,
             persistent_workers=self._num_workers > 0,
@@ -207,7 +228,11 @@ class PlainData(L.LightningDataModule):
         )
         if here and transform is not None:
             on_cpu = DeviceTransform(transform, CPU)
-            return MappedLoader(loader, lambda batch: on_cpu(batch, 0))
+            return MappedLoader(
+                loader,
+                lambda batch, random: on_cpu(batch, 0, random),
+                RowRandoms(batches, self._data.seed),
+            )
         return loader
 
 

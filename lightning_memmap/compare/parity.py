@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from lightning_memmap.compare.metrics import RankRecord, Ranks, group_by_data_rank
 from lightning_memmap.loading.nested import named_leaves
+from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.loading.super_batch import SuperBatch
-from lightning_memmap.loading.transform import takes_generator
+from lightning_memmap.loading.transform import has_parameter
 from lightning_memmap.loading.variable_rows import Padded
 from lightning_memmap.schema.fields import RowList
 from lightning_memmap.strategies._replica_batches import ReplicaBatches
@@ -75,13 +76,15 @@ class HashedTransform(nn.Module):
         self.transform = transform
         # All copies of this bound method, one for each data device, append to one list.
         self._note = hashes.append
-        self._takes_generator = takes_generator(transform)
+        self._keywords = [
+            name for name in ("generator", "random") if has_parameter(transform, name)
+        ]
 
-    def forward(self, batch: Any, generator: torch.Generator) -> Any:
+    def forward(self, batch: Any, generator: torch.Generator, random: RowRandom) -> Any:
         """Record the hash of the rows, and transform them."""
         self._note(hash_batch(batch))
-        options = {"generator": generator} if self._takes_generator else {}
-        return self.transform(batch, **options)
+        keywords = {"generator": generator, "random": random}
+        return self.transform(batch, **{name: keywords[name] for name in self._keywords})
 
 
 #: Largest relative difference of losses and weights, by precision of the Trainer. Sums in another

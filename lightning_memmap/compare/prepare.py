@@ -20,6 +20,7 @@ from lightning_memmap.arguments import training_parser
 from lightning_memmap.compare.loaders import CPU, PlainCollate, StoredRows, normalized_datamodule
 from lightning_memmap.compare.parity import hash_batch
 from lightning_memmap.data.module import MemmapDataModule
+from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.loading.transform import BatchTransform, DeviceTransform
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling.sampler import Sampler
@@ -111,16 +112,17 @@ def prepare_store(
         "store_s": store_s,
         "steps_per_epoch": len(schedule),
         "batch_size": data.batch_size,
-        "transform_is_random": _is_random(data.transform, partial(read, 0, probes)),
+        "transform_is_random": _is_random(data.transform, partial(read, 0, probes), len(probes)),
     }, [hash_batch(read(epoch, range(*schedule.bounds(step)))) for epoch, step in steps]
 
 
-def _is_random(transform: BatchTransform | None, read: Callable[[], Any]) -> bool:
+def _is_random(transform: BatchTransform | None, read: Callable[[], Any], num_rows: int) -> bool:
     """Check whether a transform returns different results for two seeds and the same rows."""
     if transform is None:
         return False
     on_cpu = DeviceTransform(transform, CPU)
-    return len({hash_batch(on_cpu(read(), seed)) for seed in (1, 2)}) > 1
+    random = RowRandom(range(num_rows))
+    return len({hash_batch(on_cpu(read(), seed, random)) for seed in (1, 2)}) > 1
 
 
 def stored_batches(

@@ -12,6 +12,7 @@ from lightning_memmap.loading.split import SplitRows, load_split
 from lightning_memmap.placement.plan import Placement
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import steps_to_skip
+from lightning_memmap.schema.forms import center_crops
 from lightning_memmap.store import Store
 
 
@@ -32,7 +33,8 @@ class SetUp:
         options = planner.stores.options
         rows = dict[str, SplitRows]()
         for split, store in stores.items():
-            loaded = load_split(store, planner.topology, placement.splits[split], options.forms)
+            forms = options.forms if split == "train" else center_crops(options.forms)
+            loaded = load_split(store, planner.topology, placement.splits[split], forms)
             rows[split] = replace(loaded, are_numbered=options.with_row_numbers)
         return cls(planner, stores, placement, rows)
 

@@ -13,19 +13,23 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_memmap.image_crop import DRAWS
 from lightning_memmap.images import ImageError
 from lightning_memmap.loading.ahead import Ahead
 from lightning_memmap.loading.buffers import Buffers, memory_for
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.image_decoder import ImageDecoder, image_failure
+from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.loading.row_source import Fetched
 from lightning_memmap.loading.variable_rows import VariableRows
-from lightning_memmap.sampling.sampler import Sampler
+from lightning_memmap.sampling.sampler import Sampler, derive_seed
 
 #: More threads gain nothing: they hold the interpreter lock between two images.
 _MAX_THREADS = 16
 #: Buffers for the current step, the next one, and batches that the consumer keeps for a while.
 _NUM_BUFFERS = 6
+#: Derives the seed of random crops from the seed of a loader.
+_CROP_SEED = 0xC409
 
 
 def default_threads(num_local_processes: int) -> int:
@@ -46,7 +50,9 @@ class Images:
         """Bytes of the decoded images of one row."""
         return sum(math.prod(decoder.shape) for decoder in self.decoders.values())
 
-    def decoded(self, steps: Iterator[Fetched], sampler: Sampler) -> Generator[Fetched, None, None]:
+    def decoded(
+        self, steps: Iterator[Fetched], sampler: Sampler, seed: int = 0
+    ) -> Generator[Fetched, None, None]:
         """Yield the steps with decoded images, and append the scales and offsets if wanted."""
         fields = list[tuple[tuple[int, ...], torch.dtype]]()
         for decoder in self.decoders.values():
@@ -57,7 +63,7 @@ class Images:
             self._queues.add(queue)
             for step in steps:
                 memory = memory or [memory_for(fields, [d], _NUM_BUFFERS) for d in step.devices]
-                images = [*self._images(step, memory)]
+                images = [*self._images(step, memory, self._draw_crops(step, sampler, seed))]
                 queue.begin((step, images), partial(_jobs, images))
                 del step, images
                 if len(queue) > 1:
@@ -70,8 +76,21 @@ class Images:
         for queue in list(self._queues):
             queue.close()
 
+    def _draw_crops(self, step: Fetched, sampler: Sampler, seed: int) -> list[list[Any]] | None:
+        """Draw numbers for the random crops of the rows of a step, which all fields share."""
+        if all(decoder.form.crop == "center" for decoder in self.decoders.values()):
+            return None
+        epoch, positions = step.steps.epoch, step.steps.positions
+        # Other numbers than those of a transform.
+        random = RowRandom.at(sampler, epoch, positions, derive_seed(seed, _CROP_SEED))
+        draws: list[list[Any]] = random.uniform(*DRAWS).tolist()
+        return draws
+
     def _images(
-        self, step: Fetched, memory: Sequence[Callable[[int], Buffers]]
+        self,
+        step: Fetched,
+        memory: Sequence[Callable[[int], Buffers]],
+        draws: list[list[Any]] | None,
     ) -> Iterator["_FieldImages"]:
         """Yield the images of a step, with unused memory for their pixels."""
         for receiver, (leaves, allocate) in enumerate(zip(step.leaves, memory, strict=True)):
@@ -80,7 +99,11 @@ class Images:
             for index, decoder in self.decoders.items():
                 rows = leaves[index]
                 assert isinstance(rows, VariableRows)
-                yield _FieldImages(receiver, index, decoder, rows, next(buffers), next(buffers))
+                crops = None
+                if draws is not None and decoder.form.crop != "center":
+                    crops = draws[step.rows_of(receiver)]
+                pixels = next(buffers)
+                yield _FieldImages(receiver, index, decoder, rows, pixels, next(buffers), crops)
 
 
 @dataclass(eq=False)
@@ -93,6 +116,7 @@ class _FieldImages:
     rows: VariableRows  # The encoded images, in host memory.
     pixels: Tensor  # The decoded images, uint8 of shape (B, *shape).
     geometry: Tensor  # The scale and offset of each image, float32 of shape (B, 3).
+    crops: Sequence[Any] | None  # The random numbers of the crop of each image, if it is random.
     errors: dict[int, Exception] = field(default_factory=dict)  # By index of the image.
 
     def jobs(self) -> Iterator[Callable[[], None]]:
@@ -102,7 +126,9 @@ class _FieldImages:
         pixels = self.pixels.numpy()
         geometry = self.geometry.numpy()
         for index, (start, stop) in enumerate(zip(self.rows.starts, stops, strict=True)):
-            yield partial(self._decode, index, data[start:stop], pixels[index], geometry[index])
+            arguments = data[start:stop], pixels[index], geometry[index]
+            draws = None if self.crops is None else self.crops[index]
+            yield partial(self._decode, index, *arguments, draws)
 
     def _decode(self, index: int, *arguments: Any) -> None:
         try:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,10 +54,14 @@ class ImageDecoder:
             raise image_failure(field, f"row {row}", error) from error
 
     def decode(
-        self, data: NDArray[np.uint8], out: NDArray[np.uint8], geometry: NDArray[np.float32]
+        self,
+        data: NDArray[np.uint8],
+        out: NDArray[np.uint8],
+        geometry: NDArray[np.float32],
+        draws: Any = None,
     ) -> None:
-        """Decode the bytes of a file into pixels, and write its scale and offset."""
-        out[...] = decode_image(data, self.form.mode, self.form.size, self.shape, geometry)
+        """Decode the centre of an image, or a random crop, and write its scale and offset."""
+        out[...] = decode_image(data, self.form.mode, self.form.size, self.shape, geometry, draws)
 
     def decoded(self, rows: Sequence[NDArray[np.uint8]]) -> tuple[Tensor, Tensor]:
         """Decode images one by one.

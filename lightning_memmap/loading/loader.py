@@ -18,6 +18,7 @@ from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.fetch import Fetcher
 from lightning_memmap.loading.prefetch import default_prefetch, prefetched
 from lightning_memmap.loading.progress import LoaderProgress
+from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.loading.row_source import Fetched, Steps, released_error
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.state import LoaderState
@@ -360,7 +361,7 @@ class SuperBatchLoader:
                 self._fetcher.fetch(takes, steps) for steps in self._located_steps(start)
             )
             if self._rows.images is not None:
-                decoded = self._rows.images.decoded(fetched, self.order)
+                decoded = self._rows.images.decoded(fetched, self.order, self.seed)
                 fetched = stack.enter_context(closing(decoded))
             for rows_of_steps in fetched:
                 yield from self._super_batches(rows_of_steps)
@@ -370,6 +371,10 @@ class SuperBatchLoader:
         """Yield the super-batches of some steps."""
         collator, steps, first = self._collator, fetched.steps, fetched.first
         topology, devices = self._topology, fetched.devices
+        random = None
+        if collator.takes_random:
+            random = RowRandom.at(self.order, steps.epoch, steps.positions, self.seed)
+        done = 0
         # The last reference to a step's rows goes with its super-batch.
         parts = fetched.by_step()
         weight = StepWeight(0, 0)  # Most steps have the same weight as the one before.
@@ -381,7 +386,10 @@ class SuperBatchLoader:
                 if collator.is_apart:
                     consumer = topology.rank + topology.size * index
                     seed = derive_seed(self.seed, steps.epoch, number, consumer)
-                    batch = collator.transformed(batch, device, seed, index)
+                    start = done + (index - first) % len(devices)
+                    mine = slice(start, done + length, len(devices))
+                    part = random and random.restarted(rows=mine)
+                    batch = collator.transformed(batch, device, seed, part, index)
                 batches.append(batch)
                 del batch
             if weight != (length, step_rows):
@@ -390,6 +398,8 @@ class SuperBatchLoader:
             del leaves, batches
             if collator.is_on_super_batch:
                 super_batch.seed = derive_seed(self.seed, steps.epoch, number, topology.rank)
+                super_batch.random = random and random.restarted(rows=slice(done, done + length))
+            done += length
             first = (first + length) % len(devices)
             yield super_batch
             del super_batch

@@ -24,11 +24,13 @@ from lightning_memmap.loading.nested import (
     send_leaf,
     with_leaves,
 )
+from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.loading.step_weight import StepWeight
 from lightning_memmap.loading.transform import (
     BatchTransform,
     DeviceTransform,
     OnSuperBatch,
+    has_parameter,
 )
 from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.schema.fields import RowList
@@ -47,17 +49,26 @@ class Collator:
         self.is_on_super_batch = isinstance(transform, OnSuperBatch)
         #: Whether each data device needs a batch of its own.
         self.is_apart = transform is not None and not self.is_on_super_batch
+        #: Whether the transform needs random numbers for each row.
+        self.takes_random = transform is not None and has_parameter(transform, "random")
         self._transforms: dict[tuple[int, torch.device], DeviceTransform] = {}
         self._pool = BufferPool([])
 
-    def transformed(self, batch: Any, device: torch.device, seed: int, index: int = 0) -> Any:
+    def transformed(
+        self,
+        batch: Any,
+        device: torch.device,
+        seed: int,
+        random: RowRandom | None,
+        index: int = 0,
+    ) -> Any:
         """Run the transform on a batch."""
         if self._transform is None:
             return batch
         key = index, device
         if key not in self._transforms:
             self._transforms[key] = DeviceTransform(self._transform, device)
-        found = self._transforms[key](batch, seed)
+        found = self._transforms[key](batch, seed, random)
         if found is None:
             raise TypeError(
                 "transform: it returned None; return the batch (is the return statement missing?)"
@@ -109,6 +120,7 @@ class SuperBatch:
     #: The batch of each data device, on that device, as its transform left it.
     batches: list[Any]
     seed: int = 0  # Of a random transform of the assembled batch.
+    random: RowRandom | None = None  # Random numbers of each row for that transform.
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Any:
         """Assemble the super-batch on one device. Only copies to the CPU are waited for.
@@ -122,7 +134,7 @@ class SuperBatch:
         else:
             batch = self.collator.assemble(self.batches, self.first, self.num_rows, target)
         if self.collator.is_on_super_batch:
-            batch = self.collator.transformed(batch, target, self.seed)
+            batch = self.collator.transformed(batch, target, self.seed, self.random)
         return batch
 
     def __len__(self) -> int:

@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_memmap.errors import is_argument_mismatch, with_article
 from lightning_memmap.loading.device_streams import current
+from lightning_memmap.loading.row_random import RowRandom
 
 BatchTransform = Callable[..., Any]
 
@@ -38,7 +39,7 @@ class OnSuperBatch:
 
     Args:
         transform: A callable or module that maps a batch to a batch. It may have a parameter
-            ``generator``, like any batch transform.
+            ``random`` or ``generator``, like any batch transform.
 
     Raises:
         TypeError: The transform cannot be called.
@@ -67,19 +68,23 @@ class DeviceTransform:
         self._device = device
         if isinstance(transform, OnSuperBatch):
             transform = transform.transform
-        self._takes_generator = takes_generator(transform)
+        self._takes_generator = has_parameter(transform, "generator")
+        self._takes_random = has_parameter(transform, "random")
         if isinstance(transform, nn.Module):
             transform = copy.deepcopy(transform).to(device)
         self._transform = transform
 
-    def __call__(self, batch: Any, seed: int) -> Any:
-        """Transform one batch, with all randomness drawn from the seed."""
+    def __call__(self, batch: Any, seed: int, random: RowRandom | None = None) -> Any:
+        """Transform one batch, with all randomness drawn from the seed and for each row."""
+        keywords = dict[str, Any]()
+        if self._takes_random and random is not None:
+            keywords["random"] = random.restarted(self._device)
         with torch.no_grad(), current(self._device):
             if self._takes_generator:
-                generator = torch.Generator(self._device).manual_seed(seed)
-                return self._transformed(batch, generator=generator)
+                keywords["generator"] = torch.Generator(self._device).manual_seed(seed)
+                return self._transformed(batch, **keywords)
             with _seeded(self._device, seed):
-                return self._transformed(batch)
+                return self._transformed(batch, **keywords)
 
     def _transformed(self, batch: Any, **keywords: Any) -> Any:
         try:
@@ -96,11 +101,13 @@ class DeviceTransform:
             ) from error
 
 
-def takes_generator(transform: BatchTransform) -> bool:
-    """Whether a transform has a parameter named ``generator``."""
+def has_parameter(transform: BatchTransform, name: str) -> bool:
+    """Return whether a transform has a parameter of a name, such as ``random``."""
+    if isinstance(transform, OnSuperBatch):
+        transform = transform.transform
     function: Any = transform.forward if isinstance(transform, nn.Module) else transform
     try:
-        return "generator" in inspect.signature(function).parameters
+        return name in inspect.signature(function).parameters
     except ValueError:  # Some builtins have no signature.
         return False
 

@@ -137,6 +137,7 @@ class BucketedSampler(DrawnSampler):
     bucket_size: int
     num_buckets: int
     version: ClassVar[int] = 2
+    draws_each_row_once: ClassVar[bool] = True
 
     @override
     def in_blocks(self, block: int) -> Self:

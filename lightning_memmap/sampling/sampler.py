@@ -102,6 +102,8 @@ class Sampler(ABC):
 
     #: Whether the epoch has the rows in dataset order, each once.
     is_sequential: ClassVar[bool] = False
+    #: Whether no row comes twice in an epoch.
+    draws_each_row_once: ClassVar[bool] = False
     #: Incremented when the same fields stand for another order.
     version: ClassVar[int] = 1
 
@@ -249,6 +251,8 @@ class ComputedSampler(Sampler):
     Raises:
         ValueError: The sizes of shards differ by more than one row.
     """
+
+    draws_each_row_once: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

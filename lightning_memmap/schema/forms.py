@@ -232,6 +232,11 @@ class Decode(Form):
             sticks out on two sides is cut off. By default all images must have one size.
         num_threads: Threads that decode; by default the cores of this process, or its share of
             them, and at most 16.
+        crop: ``"center"``, or ``"random_resized"``: training batches have a random part of each
+            image, of 8 to 100 % of its area and with width / height from 3/4 to 4/3, scaled to
+            ``size``. It is drawn from seed, epoch and row, alike for all fields, and no more of a
+            JPEG is decoded than the size needs; with the package ``simplejpeg``, 1.5 times as fast.
+            Other batches have the centre.
         with_scale: Let a batch say by how much each image was scaled, and where its corner lies
             then, for boxes and points in pixels of the upright image: it has a
             `lightning_memmap.loading.Scaled` of the images, ``scale`` and ``offset``.
@@ -247,6 +252,7 @@ class Decode(Form):
     size: tuple[int, int] | None = None
     num_threads: int | None = None
     with_scale: bool = False
+    crop: str = "center"
 
     def __post_init__(self) -> None:
         check_mode(self.mode)
@@ -256,6 +262,13 @@ class Decode(Form):
             object.__setattr__(self, "num_threads", given)
         if not isinstance(self.with_scale, bool):
             raise TypeError(f"Decode: with_scale={self.with_scale!r}: give True or False")
+        if self.crop not in ("center", "random_resized"):
+            raise ValueError(f"Decode: crop={self.crop!r}: choose center or random_resized")
+        if self.crop != "center" and (self.size is None or self.with_scale):
+            raise ValueError(
+                f"Decode: crop={self.crop!r} with size={self.size}, with_scale={self.with_scale}:"
+                " pass a size, and leave with_scale out"
+            )
 
     @override
     def check(self, field: Field) -> None:
@@ -292,6 +305,14 @@ class Nullable(Form):
 _FORMS: dict[str, type[Form]] = {
     form.name: form for form in (Pad, Jagged, Rows, Windows, Decode, Nullable)
 }
+
+
+def center_crops(forms: Mapping[str, Form]) -> dict[str, Form]:
+    """Return the forms with crops in the centre instead of random ones."""
+    return {
+        name: replace(form, crop="center") if isinstance(form, Decode) else form
+        for name, form in forms.items()
+    }
 
 
 def read_forms(given: Mapping[str, Any] | None) -> dict[str, Form]:

@@ -1,13 +1,16 @@
 """Encoded images against a DataLoader of the same files, and against images stored decoded.
 
     python tests/benchmarks/images.py --kind jpeg --size 224
+    python tests/benchmarks/images.py --crop 224 --size 400
 
 The images are patches of the two photographs that scikit-learn ships, encoded again; or with
 ``--folder DIR`` the files of an image folder, scaled to one size. The DataLoader decodes the same
-bytes, held in memory, with the same function, and its items are stacked. Each run is an epoch, and
-starts its own threads or workers. With ``--work MS`` a training step is simulated that takes so
-long and no core, as a step on a GPU does. Printed are images per second, and as ratios, round by
-round, how many times those of the DataLoader that is.
+bytes, held in memory, with the same function, and its items are stacked. With ``--crop`` images
+are cropped at random and resized: the DataLoader decodes the whole image first, as torchvision
+does with Pillow, and the store no more than it needs, with ``simplejpeg`` and without. Each run is
+an epoch, and starts its own threads or workers. With ``--work MS`` a training step is simulated
+that takes so long and no core, as a step on a GPU does. Printed are images per second, and as
+ratios, round by round, how many times those of the DataLoader that is.
 """
 
 import argparse
@@ -17,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from time import sleep
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -25,7 +29,8 @@ from sklearn.datasets import load_sample_images
 from timing import in_turn, machine, pairwise_ratios, spread
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_memmap import ImageFolder, MemmapDataModule
+from lightning_memmap import ImageFolder, MemmapDataModule, image_crop
+from lightning_memmap.image_crop import DRAWS, choose_box
 from lightning_memmap.images import decode_image
 from lightning_memmap.loading.decoding import default_threads
 
@@ -59,16 +64,42 @@ class Encoded(Dataset[dict[str, Any]]):
 class Decoded(Dataset[dict[str, Any]]):
     """The same images, decoded item by item."""
 
-    def __init__(self, encoded: Encoded, size: tuple[int, int] | None) -> None:
+    def __init__(
+        self, encoded: Encoded, size: tuple[int, int] | None, crop: int | None = None
+    ) -> None:
         self.encoded = encoded
         self.size = size
+        self.crop = crop
 
     def __len__(self) -> int:
         return len(self.encoded)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
+        if self.crop is not None:
+            return {"image": torch.from_numpy(cropped(self.encoded.rows[row], self.crop))}
         pixels = decode_image(self.encoded.rows[row], "RGB", self.size)
         return {"image": torch.from_numpy(np.array(pixels, order="C"))}
+
+
+def cropped(data: bytes, size: int) -> Any:
+    """A random-resized crop of the whole image, by Pillow."""
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    draws = torch.rand(DRAWS).tolist()
+    top, left, height, width = choose_box(draws, image.height, image.width)
+    part = image.crop((left, top, left + width, top + height))
+    return (
+        np.asarray(part.resize((size, size), Image.Resampling.BILINEAR)).transpose(2, 0, 1).copy()
+    )
+
+
+def by_pillow(run: Callable[[], None]) -> Callable[[], None]:
+    """Run without the package simplejpeg."""
+
+    def run_patched() -> None:
+        with patch.object(image_crop, "_turbo_decoder", lambda: None):
+            run()
+
+    return run_patched
 
 
 def epoch(loader: Any, work_s: float) -> Callable[[], None]:
@@ -93,7 +124,9 @@ def stored(dataset: Any, path: Path, batch: int, variable: dict[str, Any] | None
 def measured(encoded: Encoded, args: argparse.Namespace) -> None:
     """Print the rates and ratios of all runs."""
     size = (args.size, args.size) if args.folder is not None else None
-    items, form = Decoded(encoded, size), {"form": "decode", "size": size}
+    items, form = Decoded(encoded, size, args.crop), {"form": "decode", "size": size}
+    if args.crop is not None:
+        form = {"form": "decode", "size": args.crop, "crop": "random_resized"}
     loaders: dict[str, Any] = {
         f"DataLoader, {workers} workers": DataLoader(
             items, args.batch, shuffle=True, num_workers=workers
@@ -105,8 +138,12 @@ def measured(encoded: Encoded, args: argparse.Namespace) -> None:
             variable = {"image": {**form, "num_threads": threads}}
             path = Path(directory, "encoded")
             loaders[f"encoded, {threads} threads"] = stored(encoded, path, args.batch, variable)
-        loaders["stored decoded"] = stored(items, Path(directory, "decoded"), args.batch, None)
+        if args.crop is None:
+            loaders["stored decoded"] = stored(items, Path(directory, "decoded"), args.batch, None)
         runs = {name: epoch(loader, args.work / 1000) for name, loader in loaders.items()}
+        if args.crop is not None:
+            for name in [name for name in runs if name.startswith("encoded")]:
+                runs[f"{name}, Pillow"] = by_pillow(runs[name])
         seconds = in_turn(runs, args.rounds)
     mean = sum(map(len, encoded.rows)) / len(encoded)
     print(f"{len(encoded):,} images of {mean:,.0f} bytes, batches of {args.batch},", end=" ")
@@ -127,6 +164,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=("jpeg", "png"), default="jpeg")
     parser.add_argument("--folder", help="an image folder instead of the photographs")
     parser.add_argument("--size", type=int, default=224, help="height and width in pixels")
+    parser.add_argument("--crop", type=int, help="size of random-resized crops")
     parser.add_argument("--count", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--work", type=float, default=0.0, help="milliseconds of a training step")

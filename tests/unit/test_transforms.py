@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from lightning_memmap.loading import RowList
+from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.loading.super_batch import Collator
 from lightning_memmap.loading.transform import DeviceTransform
 from lightning_memmap.store import Store
@@ -227,7 +228,8 @@ class OwnRandomNumbers:
         return {"image": np.rot90(image, turns), "mask": np.rot90(mask, turns)}
 
 
-def test_callable_with_own_random_numbers_repeats_and_stays_aligned() -> None:
+def test_callable_with_own_random_numbers_is_seeded_for_each_row() -> None:
+    square = torch.arange(24 * 16).view(24, 4, 4)
     compose = OwnRandomNumbers()
 
     def augment(sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -238,10 +240,51 @@ def test_callable_with_own_random_numbers_repeats_and_stays_aligned() -> None:
         return {"image": image, "mask": torch.from_numpy(np.ascontiguousarray(result["mask"]))}
 
     augment.set_random_seed = compose.set_random_seed  # type: ignore[attr-defined]
-    square = torch.arange(24 * 16).view(24, 4, 4)
-    batch = {"image": square[:, None], "mask": square}
     transform = DeviceTransform(PerSample(augment), CPU)
-    first, again, other = transform(batch, 1), transform(batch, 1), transform(batch, 2)
-    assert torch.equal(first["image"], again["image"])
-    assert not torch.equal(first["image"], other["image"])
-    assert torch.equal(first["image"][:, 0], first["mask"])
+
+    def turned(rows: list[int], epoch: int = 0) -> torch.Tensor:
+        batch = {"image": square[rows, None], "mask": square[rows]}
+        # torch's global generator is seeded otherwise each time.
+        found = transform(batch, len(rows), RowRandom(rows, seed=1, epoch=epoch))
+        assert torch.equal(found["image"][:, 0], found["mask"])
+        image: torch.Tensor = found["mask"]
+        return image
+
+    rows = [*range(24)]
+    whole = turned(rows)
+    assert torch.equal(whole, turned(rows))
+    assert torch.equal(whole, torch.cat([turned(rows[:5]), turned(rows[5:])]))
+    assert not torch.equal(whole, turned(rows, epoch=1))
+    assert len({int(image[0, 0]) % 16 for image in whole}) == 4
+
+
+def test_callable_with_a_parameter_random_receives_the_generator_of_the_row() -> None:
+    def add(sample: dict[str, Any], random: np.random.Generator) -> dict[str, Any]:
+        return {**sample, "noise": torch.tensor(random.normal(size=3))}
+
+    transform = PerSample(add)
+    rows = torch.arange(9)
+    whole = transform({"row": rows}, RowRandom(rows.numpy()))["noise"]
+    assert torch.equal(whole[4:6], transform({"row": rows[4:6]}, RowRandom([4, 5]))["noise"])
+    assert len(whole.unique()) == 27
+    random = RowRandom(rows.numpy())
+    first, second = (transform({"row": rows}, random=random)["noise"] for _ in range(2))
+    assert torch.equal(first, whole)
+    assert not (first == second).any()
+    with pytest.raises(TypeError, match="random=RowRandom"):
+        transform({"row": rows})
+
+
+def test_loader_passes_the_rows_of_a_per_sample_callable(
+    numbered_store: Callable[[int, int], Store],
+) -> None:
+    def add(sample: dict[str, Any], *, random: np.random.Generator) -> dict[str, Any]:
+        return {"row": sample["row"], "noise": random.random()}
+
+    found = []
+    for devices in (1, 2, 4):
+        loader = make_loader(numbered_store(97, 24), devices, transform=PerSample(add))
+        found.append(torch.cat([step.to(CPU)["noise"] for step in loader]))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert len(found[0].unique()) == 97

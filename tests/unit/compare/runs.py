@@ -17,6 +17,7 @@ from lightning_memmap.compare.parity import Parity, check_parity
 from lightning_memmap.compare.prepare import prepare, prepare_store
 from lightning_memmap.compare.runner import read_records
 from lightning_memmap.compare.worker import train, train_variant, trainer_options
+from lightning_memmap.loading.row_random import RowRandom
 from tests.models import ACCELERATOR_VARIABLE, Points, Regression
 
 
@@ -39,6 +40,14 @@ class Jitter(torch.nn.Module):
     def forward(self, batch: Any, generator: torch.Generator) -> Any:
         noise = torch.rand(batch["x"].shape, generator=generator)
         return {**batch, "x": batch["x"] + noise}
+
+
+class RowJitter(torch.nn.Module):
+    """A transform with random numbers for each row."""
+
+    def forward(self, batch: Any, random: RowRandom) -> Any:
+        noise = random.normal(*batch["x"].shape[1:])
+        return {**batch, "x": batch["x"] + noise * random.bernoulli()[:, None]}
 
 
 class Double(torch.nn.Module):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_memmap.compare.parity import HashedTransform, hash_batch
 from lightning_memmap.compare.prepare import stored_batches
+from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.store import Store
 from lightning_memmap.strategies._replica_batches import ReplicaBatches
 from tests.rows import CPU, make_loader, make_sampler
@@ -73,7 +74,8 @@ def test_hashed_transform_notes_the_rows_before_the_transform_in_all_its_copies(
 
     hashed = HashedTransform(halve, hashes)
     generator = torch.Generator()
-    changed = hashed(BATCH, generator)
-    copy.deepcopy(hashed)(rows_of_batch(1, 2), generator)
+    random = RowRandom(range(3))
+    changed = hashed(BATCH, generator, random)
+    copy.deepcopy(hashed)(rows_of_batch(1, 2), generator, random)
     torch.testing.assert_close(changed["weight"], BATCH["weight"] / 2)
     assert hashes == [hash_batch(BATCH), hash_batch(rows_of_batch(1, 2))]

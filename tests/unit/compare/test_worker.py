@@ -107,6 +107,20 @@ def test_random_transform_and_dropout_are_taken_out_of_a_check(tmp_path: Path) -
     assert all(parity.holds for parity in parities.values())
 
 
+def test_transform_with_random_numbers_for_each_row_is_checked_as_it_is(tmp_path: Path) -> None:
+    transform = {"transform": {"class_path": f"{runs.__name__}.RowJitter"}}
+    names = ("auto", "auto+workers2", "memmap_superbatch", "memmap_superbatch+first_epoch")
+    parities, facts = compare(tmp_path, names, config(tmp_path, **transform))
+    assert not facts["data"]["transform_is_random"]
+    assert all(parity.holds for parity in parities.values()), parities
+    # The transform was not left out: without it, the losses are others.
+    losses = [
+        run(make_spec(tmp_path, "check", "auto", sections)).ranks[0].losses
+        for sections in (config(tmp_path, **transform), config(tmp_path))
+    ]
+    assert losses[0] != losses[1]
+
+
 def test_random_transform_without_another_is_left_out_of_a_check(tmp_path: Path) -> None:
     transform = {"transform": {"class_path": f"{runs.__name__}.Jitter"}}
     parities, _ = compare(tmp_path, ("auto", "memmap_superbatch"), config(tmp_path, **transform))
