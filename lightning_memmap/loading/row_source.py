@@ -29,7 +29,7 @@ Take: TypeAlias = Callable[[Tensor, Buffers | None], Sequence[Leaf]]
 class RowSource(ABC):
     """Rows of some shards, in memory or in files that are read block by block."""
 
-    device: torch.device  # Where rows are fetched.
+    device: torch.device  # The device of the rows that are fetched.
     is_released = False  # Whether the rows were freed.
 
     @abstractmethod

@@ -41,7 +41,7 @@ class SplitRows:
 
     Args:
         pool: The rows of the split.
-        sources: What to fetch them from.
+        sources: The sources that they are fetched from.
         source_of_shard: By shard, the index of its source, or -1 if another process holds it.
         fields: The fields of a batch.
         row_bytes: Bytes of a row, on average if rows differ in length.

@@ -52,11 +52,13 @@ from lightning_memmap.store.writing import run_writers, writer_of
 _REQUESTED = "requested-"
 _COUNT = f"count{TEMPORARY}"
 #: Duration of the first tasks, which readers may wait for, and of later ones.
-_FIRST_TASK_S, _TASK_S = 0.005, 0.05
+_FIRST_TASK_S = 0.005
+_TASK_S = 0.05
 #: Most bytes of rows in a task.
 _TASK_BYTES = 32 * 2**20
 #: A waiting reader polls at growing intervals between these two.
-_POLL_S, _LONGEST_POLL_S = 0.0005, 0.005
+_POLL_S = 0.0005
+_LONGEST_POLL_S = 0.005
 #: How often a waiting reader checks that the building process is alive.
 _ALIVE_CHECK_S = 1.0
 #: How long `BackgroundBuild.stop` waits for rows that are being read.
@@ -219,19 +221,19 @@ class _Build:
             self._is_taken[taken] = True
 
     def requests(self) -> list[tuple[int, Integers]]:
-        """List the requested rows that nobody reads yet: the rank of the first, and the rows."""
-        known = self._requests
+        """List the rows that each reader requests and no task has, with the rank of the first."""
+        previous = self._requests
         self._requests = {}
         for path in self.serving.requests():
             with suppress(FileNotFoundError):  # Its reader has just replaced it.
-                request = known.get(path)
+                request = previous.get(path)
                 if request is None:
                     request = np.fromfile(path, np.int64).reshape(2, -1)
                 self._requests[path] = request.compress(~self._is_taken[request[1]], axis=1)
         return [(int(ranks[0]), rows) for ranks, rows in self._requests.values() if len(rows)]
 
     def unrequested(self) -> Integers:
-        """Return the next rows that nobody reads, whether they are requested or not."""
+        """Return the next rows that no task has, whether they are requested or not."""
         self._first_untaken += int(self._is_taken[self._first_untaken :].argmin())
         is_taken = self._is_taken[self._first_untaken :][: self._max_rows]
         return self._first_untaken + np.flatnonzero(~is_taken)
@@ -543,7 +545,7 @@ def open_growing(path: Path) -> GrowingStore | None:
 
 
 def open_again(path: Path, generation: str) -> Store:
-    """Open a store that was being built and may be committed by now."""
+    """Open a store that was being built and may be committed since."""
     growing = open_growing(path)
     return open_directory(path, generation) if growing is None else growing
 
@@ -573,7 +575,7 @@ class _GrowingItems(RaggedRows):
             column = self.store.completed().column(self.field.name)
             assert isinstance(column, ItemRows)
             return column.among(file_rows)
-        # numpy's stride may be 0 if there are no items.
+        # The stride of an empty numpy array may be 0.
         items = torch.from_numpy(data).as_strided((len(data),), (1,)).view(self.field.dtype)
         sizes = np.ascontiguousarray(entries[:, 2:])
         located = Located(starts_of(sizes.prod(axis=1)), sizes)

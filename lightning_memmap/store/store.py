@@ -105,7 +105,7 @@ class Store:
 
     Args:
         path: The directory; for a store at a URL, the directory of its files in the cache.
-        manifest: What the store contains.
+        manifest: The contents of the store.
         columns: The mapped rows of each field, in the order of the fields.
     """
 
@@ -280,8 +280,8 @@ class Store:
         return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
 
     def _texts(self, field: Field, rows: Integers) -> NDArray[Any]:
-        """Read the texts of rows, as Python objects: a numpy string array would give all of them
-        the size of the longest."""
+        """Read the texts of rows, as Python objects: a numpy string array would use the size of
+        the longest for all of them."""
         column = self._items_of(field)
         data = column.items.numpy()
         starts, sizes = column.at(column.shards.file_rows(rows))
@@ -434,7 +434,7 @@ def open_directory(path: str | Path, generation: str | None = None) -> Store:
     manifest = Manifest.read(directory)
     while True:
         if generation not in (None, manifest.generation):
-            raise StoreError(f"the store at {directory} was replaced meanwhile: open it again")
+            raise StoreError(f"the store at {directory} was replaced: open it again")
         files = directory / manifest.generation
         try:
             return Store(directory, manifest, [column.open(files) for column in manifest.columns])

@@ -434,8 +434,8 @@ class _Cache:
                 ) from error
             raise UnreachableError(f"{reason}; and {not_cached}") from reason
         _log.warning(
-            "%s is opened in the last version in the cache, because its server cannot be asked for"
-            " a newer one: %s",
+            "%s is opened in the last version in the cache, because its server cannot be reached:"
+            " %s",
             url,
             str(reason),  # The error would keep the frames of its traceback alive.
         )

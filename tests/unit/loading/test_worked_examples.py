@@ -1,5 +1,6 @@
-"""The worked examples at the head of the files in loading/ hold."""
+"""The worked examples at the head of the files in loading/, and of store/joined.py, hold."""
 
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.rows import Shards, StoreRows, WindowedRows
 from lightning_memmap.sampling.schedule import Blocks
 from lightning_memmap.store import Store, build_store
+from lightning_memmap.store.joined import JoinedStore
 from tests.rows import pool_of
 
 CPU = torch.device("cpu")
@@ -44,6 +46,19 @@ def test_memory_of_a_device_holds_its_shards(tmp_path: Path) -> None:
     slots = memory.locate(order, 0, range(7))
     held = np.array([0, 2, 3, 5, 6])
     assert slots[held].tolist() == [0, 3, 1, 4, 2]
+
+
+def test_files_of_several_stores_start_on_pages(tmp_path: Path) -> None:
+    row = torch.zeros(mmap.ALLOCATIONGRANULARITY // 4, dtype=torch.uint8)
+    stores = {
+        name: build_store([{"x": row}] * count, tmp_path / name, num_shards=1, progress=False)
+        for name, count in (("a", 3), ("b", 2))
+    }
+    joined = JoinedStore(tmp_path, stores)
+    assert joined.in_memory(np.arange(5)).tolist() == [0, 1, 2, 4, 5]
+    assert [store.path.name for store, _, rows in joined.each(np.arange(5)) for _ in rows] == [
+        *"aaabb"
+    ]
 
 
 def test_windows_start_at_their_slots() -> None:
