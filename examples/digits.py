@@ -17,6 +17,7 @@ from examples.classifier import Classifier
 from examples.data.digits import Digits
 from examples.networks import convolution
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.transforms import RowRandom
 
 
 class Normalize(nn.Module):
@@ -51,17 +52,17 @@ class ShiftAndNormalize(Normalize):
         super().__init__(mean, std)
         self.max_shift = max_shift
 
-    def forward(  # type: ignore[override]  # a generator makes a transform random
-        self, batch: dict[str, Tensor], generator: torch.Generator
+    def forward(  # type: ignore[override]  # random numbers for each row
+        self, batch: dict[str, Tensor], random: RowRandom
     ) -> dict[str, Tensor]:
         """Transform ``image``, uint8 of shape (B, C, H, W); each row moves independently."""
         image = batch["image"]
         device = image.device
         rows, channels, height, width = image.shape
         num_shifts = 2 * self.max_shift + 1
-        shift = torch.randint(num_shifts, (2, rows, 1), generator=generator, device=device)
-        y = (torch.arange(height, device=device) + shift[0])[:, None, :, None]
-        x = (torch.arange(width, device=device) + shift[1])[:, None, None, :]
+        shift = random.randint(2, high=num_shifts)
+        y = (torch.arange(height, device=device) + shift[:, :1])[:, None, :, None]
+        x = (torch.arange(width, device=device) + shift[:, 1:])[:, None, None, :]
         row = torch.arange(rows, device=device).view(-1, 1, 1, 1)
         channel = torch.arange(channels, device=device).view(-1, 1, 1)
         shifted = F.pad(image, [self.max_shift] * 4)[row, channel, y, x]

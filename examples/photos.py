@@ -23,6 +23,7 @@ from examples.classifier import Classifier
 from examples.data.photographs import CLASSES, Photos
 from examples.networks import convolution
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.transforms import RowRandom
 
 
 def normalize(image: Tensor) -> Tensor:
@@ -57,19 +58,18 @@ class RandomCropAndFlip(CropAndNormalize):
         size: Height and width of a crop.
     """
 
-    def forward(  # type: ignore[override]  # a generator makes a transform random
-        self, batch: dict[str, Tensor], generator: torch.Generator
+    def forward(  # type: ignore[override]  # random numbers for each row
+        self, batch: dict[str, Tensor], random: RowRandom
     ) -> dict[str, Tensor]:
         """Transform ``image`` like `CropAndNormalize`, with a random position for each row."""
         image = batch["image"]
         rows, _, height, width = image.shape
-        drawn = torch.rand(3, rows, generator=generator, device=image.device)
-        y = (drawn[0] * (height - self.size + 1)).long()
-        x = (drawn[1] * (width - self.size + 1)).long()
+        y = random.randint(high=height - self.size + 1)
+        x = random.randint(high=width - self.size + 1)
         # A view of every possible crop; one crop is copied for each row.
         crops = image.unfold(2, self.size, 1).unfold(3, self.size, 1)
         chosen = crops[torch.arange(rows, device=image.device), :, y, x]
-        mirrored = (drawn[2] < 0.5)[:, None, None, None]
+        mirrored = random.bernoulli()[:, None, None, None]
         return {**batch, "image": normalize(torch.where(mirrored, chosen.flip(-1), chosen))}
 
 

@@ -100,8 +100,9 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             into the cache of `lightning_memmap.store.open_store`.
         batch_size: Rows per data device and step, as under DDP.
         transform: Batch transform for training: a callable or module that maps a batch to a batch.
-            It runs on each data device, without gradients. A parameter named ``generator`` receives
-            a seeded ``torch.Generator``. In `lightning_memmap.transforms.OnSuperBatch` it runs on
+            It runs on each data device, without gradients. A parameter named ``random`` receives a
+            `lightning_memmap.transforms.RowRandom`, and one named ``generator`` a seeded
+            ``torch.Generator``. In `lightning_memmap.transforms.OnSuperBatch` it runs on
             the assembled rows instead.
         eval_transform: Batch transform for validation, test and prediction.
         shuffle: Whether to permute the training rows in each epoch.
