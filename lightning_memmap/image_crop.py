@@ -1,7 +1,8 @@
 """Random-resized crops: where they are, and images decoded only as large as a crop needs.
 
-A JPEG can be decoded at a fraction of its size. libjpeg-turbo, through the package ``simplejpeg``,
-knows every eighth; Pillow, which is used without that package, knows 1/2, 1/4 and 1/8.
+A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size, which skips most of the work. libjpeg-turbo,
+through the package ``simplejpeg``, decodes faster than Pillow, which is used without that package.
+libjpeg-turbo knows other eighths too, but at these it is slower than at the full size.
 """
 
 import math
@@ -80,19 +81,19 @@ def decode_crop(
     width, height = image.size
     is_turned = orientation > 4
     box = choose_box(draws, *((width, height) if is_turned else (height, width)))
-    # The file may be decoded at this fraction of its size.
-    fraction = min(1.0, max(size[0] / box.height, size[1] / box.width))
-    smallest = math.ceil(width * fraction), math.ceil(height * fraction)
+    # The crop isn't smaller than the result at the file's size divided by this.
+    shrink = min(box.height / size[0], box.width / size[1])
+    divisor = max(each for each in (1, 2, 4, 8) if each <= max(1.0, shrink))
     decode = _turbo_decoder()
     is_turbo = decode is not None and not hasattr(data, "open")
     if is_turbo and image.format == "JPEG" and image.mode in ("L", "RGB") and orientation == 1:
         colorspace = "GRAY" if image.mode == "L" else "RGB"
         pixels: NDArray[np.uint8] = decode(
-            data, colorspace, min_width=smallest[0], min_height=smallest[1]
+            data, colorspace, min_width=-(-width // divisor), min_height=-(-height // divisor)
         )
         image = Image.fromarray(pixels[..., 0] if colorspace == "GRAY" else pixels)
     else:
-        image.draft(None, smallest)
+        image.draft(None, (width // divisor, height // divisor))
         image.load()
         if orientation != 1:
             image = ImageOps.exif_transpose(image)

@@ -234,9 +234,9 @@ class Decode(Form):
             them, and at most 16.
         crop: ``"center"``, or ``"random_resized"``: training batches have a random part of each
             image, of 8 to 100 % of its area and with width / height from 3/4 to 4/3, scaled to
-            ``size``. It is drawn from seed, epoch and row, alike for all fields, and no more of a
-            JPEG is decoded than the size needs; with the package ``simplejpeg``, 1.5 times as fast.
-            Other batches have the centre.
+            ``size``. It is drawn from seed, epoch and row, alike for all fields. A JPEG is decoded
+            at 1/2, 1/4 or 1/8 of its size where that is enough, faster with the package
+            ``simplejpeg``. Other batches have the centre.
         with_scale: Let a batch say by how much each image was scaled, and where its corner lies
             then, for boxes and points in pixels of the upright image: it has a
             `lightning_memmap.loading.Scaled` of the images, ``scale`` and ``offset``.
