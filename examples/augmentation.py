@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_memmap.transforms import RowRandom
-
 
 class ToTraining(nn.Module):
     """Batch transform: stored bytes to the dtypes that the network and the losses need."""
@@ -41,17 +39,17 @@ class MirrorAndTurn(ToTraining):
         super().__init__()
         self.max_degrees = max_degrees
 
-    def forward(  # type: ignore[override]  # random numbers for each row
-        self, batch: dict[str, Tensor], random: RowRandom
+    def forward(  # type: ignore[override]  # a generator makes a transform random
+        self, batch: dict[str, Tensor], generator: torch.Generator
     ) -> dict[str, Tensor]:
         """Move ``image`` and ``mask``, then convert the batch as `ToTraining` does."""
         image = batch["image"].float()
         mask = batch["mask"].float()
-        height, width = image.shape[2:]
-        mirror = torch.where(random.bernoulli(), -1.0, 1.0)
-        quarters = random.randint(high=4) * (torch.pi / 2)
-        degrees = random.uniform(low=-self.max_degrees, high=self.max_degrees)
-        angle = quarters + torch.deg2rad(degrees)
+        rows, _, height, width = image.shape
+        chance = torch.rand(3, rows, generator=generator, device=image.device)
+        mirror = torch.where(chance[0] < 0.5, -1.0, 1.0)
+        quarters = (chance[1] * 4).floor() * (torch.pi / 2)
+        angle = quarters + torch.deg2rad((chance[2] * 2 - 1) * self.max_degrees)
         # Maps points of the result to points of the input; both axes run from -1 to 1.
         cos = angle.cos()
         sin = angle.sin()

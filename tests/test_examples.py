@@ -18,7 +18,6 @@ from examples.data.digits import Digits
 from examples.data.shapes import Shapes
 from examples.folders import made_at_once
 from lightning_memmap import open_store
-from lightning_memmap.transforms import RowRandom
 from tests.preloaded import python
 from tests.versions import weights_only
 
@@ -383,7 +382,7 @@ def pixels(image: Tensor) -> Tensor:
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (20, 28)])
 def test_mirror_and_turn_image_and_mask_stay_aligned(seed: int, height: int, width: int) -> None:
     batch = aligned_batch(64, height, width)
-    moved = MirrorAndTurn(max_degrees=15)(batch, RowRandom(range(64), seed=seed))
+    moved = MirrorAndTurn(max_degrees=15)(batch, seeded(seed))
     apart = (pixels(moved["image"]) - moved["mask"][:, None]).abs().amax(dim=(1, 2, 3))
     # The nearest pixel is at most half a pixel away, along each axis.
     assert apart.max() <= 0.5 + 1e-3
