@@ -1,5 +1,6 @@
 """The position of a fit: the batches that weights were trained on, and the Trainer's counts."""
 
+import math
 import weakref
 from typing import Annotated, Any, NamedTuple
 
@@ -50,6 +51,14 @@ class TrainerProgress:
         #: Batches of all epochs up to the last one that an optimizer has stepped on; None if steps
         #: cannot be observed.
         self._stepped_batches: int | None = None
+
+    def accumulation(self) -> tuple[int, int | None]:
+        """Batches between two steps of the optimizer, and the batches of an epoch; None: all."""
+        trainer: Any = self._trainer()
+        if trainer is None or not trainer.lightning_module.automatic_optimization:
+            return 1, None
+        limit = trainer.num_training_batches
+        return trainer.accumulate_grad_batches, None if math.isinf(limit) else int(limit)
 
     def delivery(self) -> Delivery | None:
         """Return the Trainer's counts when a batch is delivered; None if it isn't training."""

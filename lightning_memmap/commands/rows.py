@@ -2,10 +2,12 @@
 
 import json as json_format
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from rich.console import Console
@@ -74,6 +76,9 @@ def describe_step(
         raise ValueError(f"step={step}: epoch {epoch} has the steps 0 to {len(schedule) - 1}")
     start, stop = schedule.bounds(step)
     names = order.pool.rows.names(order.dataset_rows(epoch, range(start, stop)))
+    # Each position has several rows if they are packed.
+    stops = np.cumsum(order.num_rows_at(epoch, np.arange(start, stop))).tolist()
+    by_position = [names[first:last] for first, last in pairwise([0, *stops])]
     run_step = epoch * len(schedule) + step
     return {
         "epoch": epoch,
@@ -85,7 +90,7 @@ def describe_step(
             {
                 "device": device,
                 "rank": device % topology.size,
-                "rows": names[(device - start) % num_devices :: num_devices],
+                "rows": [*chain(*by_position[(device - start) % num_devices :: num_devices])],
             }
             for device in range(num_devices)
         ],
@@ -197,10 +202,11 @@ def _format_row(row: Any) -> str:
 
 
 def _write_page(path: Path, store: Store, order: Sampler, step: dict[str, Any]) -> None:
-    names = [
-        f"row {_format_row(row)}, data device {position % len(step['devices'])}"
-        for position, row in enumerate(step["rows"], step["first"])
-    ]
+    positions = np.arange(step["first"], step["last"])
+    devices = np.repeat(positions, order.num_rows_at(step["epoch"], positions))
+    devices %= len(step["devices"])
+    pairs = zip(step["rows"], devices.tolist(), strict=True)
+    names = [f"row {_format_row(row)}, data device {device}" for row, device in pairs]
     dataset_rows = order.dataset_rows(step["epoch"], range(step["first"], step["last"]))
     values = read_values(store, order.pool.rows.store_rows(dataset_rows).tolist())
     samples = [*zip(names, values, strict=True)]

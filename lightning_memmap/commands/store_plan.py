@@ -12,6 +12,7 @@ from rich.console import Console
 from lightning_memmap.arguments import BriefParser
 from lightning_memmap.commands.store_find import open_stores
 from lightning_memmap.commands.store_options import add_dataset, make_function_parser
+from lightning_memmap.commands.store_packs import describe_packs
 from lightning_memmap.commands.store_placement import (
     Machine,
     describe_build,
@@ -59,6 +60,7 @@ def plan(
     memory_fraction: float = 0.7,
     num_workers: int = 0,
     variable: Mapping[str, Any] | None = None,
+    pack: str | None = None,
 ) -> int:
     """Print which device would hold what, and how long a build takes.
 
@@ -71,9 +73,13 @@ def plan(
         memory_fraction: Fraction of both for shards, above 0 and at most 1.
         num_workers: Worker processes of the trial build.
         variable: With --dataset, fields that differ in length or may be None: see store build.
+        pack: Plan packed sequences of a stored field too: its name and their length, such as
+            tokens=2048.
     """
     machine = Machine.of(memory, host_memory or available_bytes(), memory_fraction)
     counts = parse_device_counts(devices)
+    if pack is not None and (dataset is not None or row_bytes is not None):
+        raise ValueError(f"pack={pack!r}: needs the lengths of a store: pass its directory alone")
     if dataset is not None or row_bytes is not None:
         trial = _run_trial(path, dataset, rows, row_bytes, num_workers, variable)
         name = f"{trial.num_rows:,} rows of {trial.name}"
@@ -89,9 +95,11 @@ def plan(
     elif rows is not None:
         raise ValueError(f"rows={rows}: needs --row_bytes, or a --dataset without a length")
     else:
-        manifests = {name: store.manifest for name, store in open_stores(path).items()}
+        stores = open_stores(path)
+        manifests = {name: store.manifest for name, store in stores.items()}
         table = plan_devices(manifests, counts, machine)
         notes = describe_texts(sum(map(count_text_bytes, manifests.values())))
+        notes += [] if pack is None else describe_packs(stores, pack)
     Console(markup=False).print(replace(table, notes=[*table.notes, *notes]))
     return 0
 

@@ -12,8 +12,11 @@ from lightning_memmap.data.set_up import SetUp
 from lightning_memmap.data.split_stores import SplitStores
 from lightning_memmap.loading.batches import BatchLoader
 from lightning_memmap.loading.loader import SuperBatchLoader
+from lightning_memmap.loading.packed_batch import PackedCollate
 from lightning_memmap.loading.split import SplitRows
+from lightning_memmap.loading.super_batch import Collate
 from lightning_memmap.loading.variable_batch import FormedCollate
+from lightning_memmap.sampling.packed import PackedSampler
 from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
 from lightning_memmap.store.samples import first_sample
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
@@ -46,7 +49,8 @@ def make_loader(
     if is_training:
         progress = None if trainer is None else TrainerProgress(trainer)
         training_options = {"drop_last": options.drop_last, "progress": progress}
-        if is_overfitting and options.sampler is not None:
+        is_packed = isinstance(set_up.placement.splits[split].order, PackedSampler)
+        if is_overfitting and options.sampler is not None and not is_packed:
             rank_zero_warn(
                 "overfit_batches: rows are read in dataset order, and sampler= is ignored: to"
                 " train on some rows in the sampler's order, use limit_train_batches or subset="
@@ -55,11 +59,14 @@ def make_loader(
         if not is_overfitting:
             training_options["skip_steps"] = steps_to_skip(options.skip_steps)
             training_options["skipped"] = skipped
+    order = set_up.order_with(options) if is_training else set_up.placement.splits[split].order
+    if is_training and isinstance(order, PackedSampler):
+        training_options["weigh"] = order.num_targets
     is_growing = any(store.pending is not None for store in set_up.stores.values())
     loader = SuperBatchLoader(
         set_up.rows[split],
         topology,
-        set_up.order_with(options) if is_training else set_up.placement.splits[split].order,
+        order,
         options.batch_size_of(split),
         collate=_collate(split, set_up, stores),
         transform=options.transform if is_training else options.eval_transform,
@@ -77,7 +84,7 @@ def make_loader(
     return loader.placed(topology)
 
 
-def _collate(split: str, set_up: SetUp, stores: SplitStores) -> FormedCollate:
+def _collate(split: str, set_up: SetUp, stores: SplitStores) -> Collate:
     # The forms of the set-up, for which its rows were loaded.
     options = set_up.options
     dataset = stores.datasets[stores.parts(stores.stored_split(split))[0]]
@@ -88,4 +95,10 @@ def _collate(split: str, set_up: SetUp, stores: SplitStores) -> FormedCollate:
             sample = next(samples_of(dataset))
         else:
             sample = first_sample(dataset, stores.options.num_workers)
+    order = set_up.placement.splits[split].order
+    if isinstance(order, PackedSampler):
+        lengths = set_up.stores[split].lengths
+        return PackedCollate(
+            schema, order, options.forms, lengths, sample, options.with_row_numbers
+        )
     return FormedCollate(schema, options.forms, sample, options.with_row_numbers)

@@ -14,6 +14,7 @@ from lightning_memmap.loading.split import largest_block_bytes
 from lightning_memmap.placement.plan import Placement, SplitShards, divide, plan_placement
 from lightning_memmap.placement.topology import DataTopology, device_budgets
 from lightning_memmap.sampling.factory import make_sampler
+from lightning_memmap.sampling.packed import Packed
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import Integers, WindowedRows, divisors
 from lightning_memmap.sampling.sampler import Sampler, SequentialSampler, ShuffledSampler
@@ -106,9 +107,13 @@ class Planner:
             stored = rows.series if isinstance(rows, WindowedRows) else rows
             row_bytes = store.manifest.row_bytes * stored.num_rows / rows.num_rows
             block = default_block(pool.num_shards, row_bytes)
-        if split != "train" or self.is_overfitting or not options.shuffle:
+        maker = options.sampler
+        is_evaluated = split != "train" or self.is_overfitting
+        if isinstance(maker, Packed) and is_evaluated:
+            return maker.make_fixed(split, pool, fields_of(store, rows), block)
+        if is_evaluated or not options.shuffle:
             return SequentialSampler(pool, shuffle_block=block)
-        if (maker := options.sampler) is None:
+        if maker is None:
             return ShuffledSampler(pool, options.seed, block)
         if options.is_by_batch:
             pool = replace(pool, global_batch=self.step_rows)

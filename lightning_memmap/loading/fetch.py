@@ -26,7 +26,6 @@ from lightning_memmap.loading.buffers import memory_for
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.row_source import Fetched, Leaf, Steps, Take, in_order
 from lightning_memmap.loading.split import SplitRows
-from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sampling.sampler import Sampler
@@ -105,9 +104,9 @@ class Fetcher:
         if pending is not None and pending.progress == 1.0:
             pending = None
         if self._rows.are_numbered or pending is not None:
-            dataset_rows = self._sampler.dataset_rows(steps.epoch, steps.positions)
+            dataset_rows = self._sampler.row_numbers(steps.epoch, steps.positions)
         if pending is not None:
-            pending.request(dataset_rows)
+            pending.request(dataset_rows[dataset_rows >= 0])
             # One step at a time: it must not wait for the rows of later ones.
             group_steps = 1
         bounds = np.append(0, np.cumsum(steps.lengths))
@@ -125,10 +124,11 @@ class Fetcher:
                 steps.first_step + here.start,
                 steps.positions[start:stop],
                 steps.lengths[here],
-                steps.step_rows[here],
+                steps.weights[here],
             )
             if pending is not None and not self._rows.is_released:
-                pending.wait(dataset_rows[start:stop])
+                needed = dataset_rows[start:stop]
+                pending.wait(needed[needed >= 0])
             # Ordinary tensors in inference mode too: it may end before the last step.
             with torch.inference_mode(False):
                 leaves = self._take(takes, next(requests))
@@ -195,4 +195,4 @@ class Fetcher:
 
 
 def _send(leaf: Leaf, device: torch.device) -> Leaf:
-    return leaf.to(device) if isinstance(leaf, VariableRows) else send(leaf, device)
+    return send(leaf, device) if isinstance(leaf, Tensor) else leaf.to(device)

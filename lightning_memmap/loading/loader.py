@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lightning_memmap._compat.loops import BatchIndices
 from lightning_memmap._compat.progress import FitPosition, TrainerProgress
@@ -22,7 +23,7 @@ from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.loading.row_source import Fetched, Steps, released_error
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.state import LoaderState
-from lightning_memmap.loading.step_weight import DeliveredSteps, StepWeight
+from lightning_memmap.loading.step_weight import DeliveredSteps, StepWeight, weights_of_steps
 from lightning_memmap.loading.super_batch import Collate, Collator, SuperBatch
 from lightning_memmap.loading.transform import BatchTransform
 from lightning_memmap.placement.topology import DataTopology
@@ -51,6 +52,8 @@ class SuperBatchLoader:
         skip_steps: Half-open ranges of steps to skip, counted over all epochs.
         skipped: The steps that the run has skipped so far.
         prefetch: Steps to prefetch; by default 2 for a device with streams.
+        weigh: Returns the weights of all positions of an epoch, of shape (N,), by which losses are
+            weighted; None if all weigh the same.
         renew_rows: Returns the rows for the next epoch, while stores are being built.
     """
 
@@ -73,6 +76,7 @@ class SuperBatchLoader:
         skip_steps: tuple[tuple[int, int], ...] = (),
         skipped: SkippedSteps | None = None,
         prefetch: int | None = None,
+        weigh: Callable[[int], NDArray[Any]] | None = None,
         renew_rows: Callable[[], SplitRows | None] | None = None,
     ) -> None:
         self._topology = topology
@@ -89,6 +93,8 @@ class SuperBatchLoader:
         self._prefetch_option = prefetch
         #: Tells the strategy how to weight the loss of a step. Copies of the loader share it.
         self.delivered = DeliveredSteps()
+        self._weigh = weigh
+        self._trainer_progress = progress
         self._epoch = 0
         self._progress = LoaderProgress(self._state_at_start(), progress)
         self._renew_rows = renew_rows
@@ -377,9 +383,8 @@ class SuperBatchLoader:
         done = 0
         # The last reference to a step's rows goes with its super-batch.
         parts = fetched.by_step()
-        weight = StepWeight(0, 0)  # Most steps have the same weight as the one before.
-        pairs = zip(steps.lengths, steps.step_rows, strict=True)
-        for number, (length, step_rows) in enumerate(pairs, steps.first_step):
+        pairs = zip(steps.lengths, steps.weights, strict=True)
+        for number, (length, weight) in enumerate(pairs, steps.first_step):
             leaves, batches = [*parts.pop()], []
             for index, device in enumerate(devices):
                 batch = collator.collate(leaves.pop(0))
@@ -392,8 +397,6 @@ class SuperBatchLoader:
                     batch = collator.transformed(batch, device, seed, part, index)
                 batches.append(batch)
                 del batch
-            if weight != (length, step_rows):
-                weight = StepWeight(length, step_rows)
             super_batch = SuperBatch(devices, length, weight, first, collator, batches)
             del leaves, batches
             if collator.is_on_super_batch:
@@ -407,6 +410,7 @@ class SuperBatchLoader:
     def _located_steps(self, start: LoaderState) -> Iterator[Steps]:
         """Yield the steps of an epoch in groups that are located together."""
         number = start.steps
+        weighted = self._weights(start)
         max_steps = min(max(1, _LOCATED_POSITIONS // self.global_batch), _LOCATED_STEPS)
         for stretch in self._schedule(start.position, start.epoch).stretches:
             for step in range(0, max(1, stretch.num_full), max_steps):
@@ -419,8 +423,43 @@ class SuperBatchLoader:
                 # The positions that this process serves before each step.
                 served = -(-(bounds - self._topology.rank) // self._topology.size)
                 positions = self.positions(first, first + sum(sizes))
-                yield Steps(start.epoch, number, positions, np.diff(served).tolist(), sizes)
+                lengths = np.diff(served).tolist()
+                here = slice(number - start.steps, number - start.steps + len(sizes))
+                weights = weighted[here] or _row_weights(lengths, sizes)
+                yield Steps(start.epoch, number, positions, lengths, weights)
                 number += len(sizes)
+
+    def _weights(self, start: LoaderState) -> list[StepWeight]:
+        """Return the weights of the steps of an epoch; an empty list if rows are their weights."""
+        if self._weigh is None:
+            return []
+        schedule = self._schedule(start.position, start.epoch)
+        bounds = np.array([schedule.bounds(step) for step in range(len(schedule))], np.int64)
+        progress = self._trainer_progress
+        accumulated, limit = (1, None) if progress is None else progress.accumulation()
+        topology = self._topology
+        return weights_of_steps(
+            self._weigh(start.epoch),
+            bounds.reshape(-1, 2),
+            topology.rank,
+            topology.size,
+            accumulated,
+            start.steps,
+            limit,
+            len(topology.data_devices),
+        )
+
+
+def _row_weights(lengths: Sequence[int], sizes: Sequence[int]) -> list[StepWeight]:
+    """Return the weights of steps by the rows of a process and of all processes."""
+    weights = list[StepWeight]()
+    for length, size in zip(lengths, sizes, strict=True):
+        # Most steps have the same weight as the one before.
+        if weights and weights[-1].local == length and weights[-1].total == size:
+            weights.append(weights[-1])
+        else:
+            weights.append(StepWeight(length, size))
+    return weights
 
 
 class RowsByStep(Sequence[list[int]]):

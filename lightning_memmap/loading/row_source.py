@@ -13,13 +13,15 @@ from torch import Tensor
 
 from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.device_streams import send
+from lightning_memmap.loading.packed_rows import PackedRows, merge_packed
+from lightning_memmap.loading.step_weight import StepWeight
 from lightning_memmap.loading.variable_rows import VariableRows, joined_rows, share_widths
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.schema.fields import select
 
 #: The rows of one field: a tensor, or rows that differ in length and aren't copied yet.
-Leaf: TypeAlias = Tensor | VariableRows
+Leaf: TypeAlias = Tensor | VariableRows | PackedRows
 #: Copies rows into a batch, one leaf of length B per field. The slots come from `RowSource.locate`,
 #: int64 of shape (B,), on the source's device, or on the CPU if the rows of any field differ in
 #: length. On the CPU, fields whose rows have one shape are copied into the buffers.
@@ -52,7 +54,7 @@ class Steps(NamedTuple):
     first_step: int  # The index of the first one in the epoch.
     positions: range  # The positions of all steps that this process serves.
     lengths: list[int]  # Positions of each step.
-    step_rows: list[int]  # Rows of each step over all processes.
+    weights: list[StepWeight]  # The weight of this process's loss in each step.
 
 
 @dataclass
@@ -109,11 +111,17 @@ def in_order(
     indices = np.concatenate([rows for rows, _ in fetched])
     order = send(torch.from_numpy(np.argsort(indices)), device)
     columns = zip(*(leaves for _, leaves in fetched), strict=True)
-    joined = map(joined_rows, columns)
+    joined = map(_join, columns)
     return [
         select(leaf, order) if isinstance(leaf, Tensor) else leaf[order.cpu().numpy()]
         for leaf in joined
     ]
+
+
+def _join(parts: Sequence[Leaf]) -> Leaf:
+    """Concatenate rows of one field from several sources."""
+    packed = [part for part in parts if isinstance(part, PackedRows)]
+    return merge_packed(packed) if packed else joined_rows(parts)  # type: ignore[arg-type]
 
 
 def released_error() -> RuntimeError:

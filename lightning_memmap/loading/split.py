@@ -15,6 +15,7 @@ from lightning_memmap.loading.memory import (
     map_in_place,
     map_series,
 )
+from lightning_memmap.loading.packed_batch import PackedSource
 from lightning_memmap.loading.row_file import open_row_files
 from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.loading.stream import (
@@ -25,6 +26,7 @@ from lightning_memmap.loading.stream import (
 )
 from lightning_memmap.placement.plan import Residency, SplitShards
 from lightning_memmap.placement.topology import DataTopology
+from lightning_memmap.sampling.packed import PackedSampler
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import Integers, StoreRows, WindowedRows
 from lightning_memmap.sampling.schedule import Blocks
@@ -116,7 +118,9 @@ def load_split(
     for (residency, device), unsorted in groups.items():
         group = sorted(unsorted)
         source_of_shard[group] = len(sources)
-        sources.append(_make_source(store, placement, residency, device, group))
+        source = _make_source(store, placement, residency, device, group)
+        is_packed = isinstance(placement.order, PackedSampler)
+        sources.append(PackedSource(source) if is_packed else source)
     images = None
     if decoders and sources:
         default = default_threads(topology.num_local_processes)

@@ -32,11 +32,10 @@ from lightning_memmap.loading.transform import (
     OnSuperBatch,
     has_parameter,
 )
-from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.schema.fields import RowList
 
 #: Nests one leaf per field like the dataset's samples; see `FormedCollate`.
-Collate: TypeAlias = Callable[[Sequence[Tensor | VariableRows]], Any]
+Collate: TypeAlias = Callable[[Sequence[Any]], Any]
 
 
 class Collator:

@@ -408,9 +408,7 @@ def _packed_rows(field: Field, items: Tensor, sizes: Integers) -> VariableRows:
     return VariableRows(field, items, starts, sizes, largest(sizes), is_packed=True)
 
 
-def share_widths(
-    leaves: Sequence[Sequence[Tensor | VariableRows]],
-) -> list[list[Tensor | VariableRows]]:
+def share_widths(leaves: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """Set the widths of the rows of one step to the largest on any data device.
 
     Args:

@@ -21,8 +21,9 @@ Modules, from the bottom up:
     sampler       an order; dataset order and shuffled order, which are computed
     table_sampler orders that draw and arrange rows in a table of an epoch
     factory       how an order is made from the user's options
-    weighted, bucketed, mixture, curriculum
+    weighted, bucketed, mixture, curriculum, packed
                   further orders, each with the option that makes it
+    packing       how documents are packed into sequences
     selection     which rows of which store each split uses
     schedule      how an epoch is divided into steps and into blocks
 """
@@ -31,6 +32,7 @@ from lightning_memmap.sampling.bucketed import Bucketed
 from lightning_memmap.sampling.curriculum import Curriculum
 from lightning_memmap.sampling.factory import Fields, SamplerFactory
 from lightning_memmap.sampling.mixture import Mixture
+from lightning_memmap.sampling.packed import Packed
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.sampler import (
     ComputedSampler,
@@ -58,6 +60,7 @@ __all__ = [
     "Holdout",
     "KFold",
     "Mixture",
+    "Packed",
     "Parts",
     "Pool",
     "RandomSplit",

@@ -222,6 +222,19 @@ class Sampler(ABC):
         grid = self.grid(epoch, start, stop, shards, shard_starts[shards])
         return grid[skip : skip + len(positions)]
 
+    def num_rows_at(self, epoch: int, positions: Integers) -> Integers:
+        """Count the rows of each position, int64 of the shape of ``positions``: 1 unless packed."""
+        return np.ones_like(positions)
+
+    def row_numbers(self, epoch: int, positions: range) -> Integers:
+        """Return the dataset rows that batches have as row numbers, one or more per position.
+
+        Returns:
+            int64 of shape (len(positions),). If positions hold several rows, of shape
+            (len(positions), most rows of a position), -1 where there is none.
+        """
+        return self.dataset_rows(epoch, positions)
+
     def dataset_rows(self, epoch: int, positions: range) -> Integers:
         """Look up which dataset rows are at these positions.
 
@@ -230,7 +243,8 @@ class Sampler(ABC):
             positions: As for `index`.
 
         Returns:
-            Rows of the dataset, int64 of shape (len(positions),).
+            Rows of the dataset, int64 of shape (len(positions),). If positions hold several rows,
+            all of them, position after position; see `num_rows_at`.
 
         Raises:
             ValueError: As for `index`.

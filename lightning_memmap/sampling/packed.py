@@ -1,0 +1,674 @@
+"""Packed sequences: a position of the epoch is a pack of several documents.
+
+The packs of an epoch are planned for all shards before its first step, from the lengths of the
+documents. Documents are rows. They are dealt to shards by length, so that each shard fills equally
+many packs. 7 documents of 9 8 6 5 4 3 1 tokens in 2 shards, in packs of 10 tokens::
+
+    shard 0     9     5 4     1      dealt to and fro: 0 1 1 0 0 1 1, or 1 0 0 1 1 0 0
+    shard 1       8 6     3
+    packs       9 1 | 5 4    and   8 | 6 3
+    positions   9 1 | 8 | 5 4 | 6 3      position p is a pack of shard p % 2
+
+With ``split=True``, the documents of a shard are concatenated and cut at multiples of the length.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Self, override
+
+from lightning_memmap.errors import ReprAsCall, check_integer
+from lightning_memmap.sampling.factory import Fields, SamplerFactory
+from lightning_memmap.sampling.identity import Numbers
+from lightning_memmap.sampling.packing import (
+    MAX_ATTEMPTS,
+    Cut,
+    Packer,
+    concatenate_and_cut,
+    layered,
+    totals,
+)
+from lightning_memmap.sampling.pool import Pool
+from lightning_memmap.sampling.rows import Integers, Shards, WindowedRows, ranges, starts_of
+from lightning_memmap.sampling.sampler import Sampler, cached_per_epoch
+
+_OVERFLOWS = ("error", "split", "truncate", "drop")
+#: The number of documents for which a batch has room is a multiple of this.
+_DOCUMENTS_MULTIPLE = 8
+_NO_LIMIT = 2**40
+
+
+@dataclass(eq=False, repr=False)
+class Packed(ReprAsCall, SamplerFactory):
+    """Packs several rows into each sequence, for ``MemmapDataModule(sampler=...)``.
+
+    A position of the epoch is a pack, and ``batch_size`` counts packs. Each epoch has other packs,
+    and holds each row exactly once. The packs of an epoch are a function of the seed, the epoch and
+    the lengths, whatever the number of devices. A batch has the packed fields, of shape
+    (B, length), and a `lightning_memmap.loading.Packing` under the key ``packing``.
+
+    Fields whose rows have the same lengths as the named field are packed in the same way. Samples
+    must be dicts.
+
+    Args:
+        field: The name of a field of variable length, such as ``"tokens"``.
+        length: Tokens of a pack. Or the most of each of several fields, such as
+            ``{"tokens": 8192, "patches": 16384}``, which must include ``field``.
+        overflow: How to handle rows longer than ``length``: ``"error"`` raises; ``"split"`` cuts
+            them into sequences of ``length`` and a rest; ``"truncate"`` cuts off the rest;
+            ``"drop"`` omits the rows. With several fields, ``"error"`` or ``"drop"``.
+        max_documents: The most documents of a pack. By default, packs have as many as fit, and
+            batches have room for a quarter more than the most that a pack of the first epoch has.
+        split: Concatenate the rows of a shard in a random order, and cut them at multiples of
+            ``length``, as for pre-training. Only a shard's last packs need padding.
+        weight: The name of a field with the number of targets of each row, by which the losses of
+            processes and micro-batches are weighted: such as the labels that are not -100. By
+            default all tokens of a document but the first are targets.
+
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: A number is below 1, or two arguments exclude each other.
+    """
+
+    field: str
+    length: int | dict[str, int]
+    overflow: str = "error"
+    max_documents: int | None = None
+    split: bool = False
+    weight: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.field, str):
+            raise TypeError(f"Packed: field={self.field!r}: pass the name of a field")
+        if not isinstance(self.weight, str | None):
+            raise TypeError(f"Packed: weight={self.weight!r}: pass the name of a field, or omit it")
+        if self.weight is not None and (self.split or self.overflow in ("split", "truncate")):
+            raise ValueError(
+                f"Packed: weight={self.weight!r}: rows may be cut, and the targets of their"
+                " pieces are unknown: use overflow='error' or 'drop', or omit weight"
+            )
+        if isinstance(self.length, Mapping):
+            self.length = {
+                name: check_integer(f"Packed: length[{name!r}]", value, 1)
+                for name, value in self.length.items()
+            }
+            if self.field not in self.length:
+                raise ValueError(
+                    f"Packed: length={self.length}: set a length for field {self.field!r} too"
+                )
+        else:
+            self.length = check_integer("Packed: length", self.length, 1)
+        if self.overflow not in _OVERFLOWS:
+            raise ValueError(
+                f"Packed: overflow={self.overflow!r}: choose one of {', '.join(_OVERFLOWS)}"
+            )
+        if not isinstance(self.split, bool):
+            raise TypeError(f"Packed: split={self.split!r}: pass True or False")
+        if self.max_documents is not None:
+            self.max_documents = check_integer("Packed: max_documents", self.max_documents, 1)
+        if self.split and self.overflow != "error":
+            raise ValueError(
+                f"Packed: split=True with overflow={self.overflow!r}: rows of any length are"
+                " concatenated and cut, so omit overflow"
+            )
+        if len(self.limits) > 1 and (self.split or self.overflow in ("split", "truncate")):
+            option = "split=True" if self.split else f"overflow={self.overflow!r}"
+            raise ValueError(
+                f"Packed: {option} with lengths of {', '.join(self.limits)}: rows with several"
+                " lengths can't be cut; use overflow='error' or 'drop'"
+            )
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """The most tokens of a pack, by field, ``field`` first."""
+        if not isinstance(self.length, dict):
+            return {self.field: self.length}
+        return {self.field: self.length[self.field], **self.length}
+
+    @override
+    def make(self, pool: Pool, seed: int, fields: Fields) -> "PackedSampler":
+        """Make the sampler; see `SamplerFactory.make`.
+
+        Raises:
+            ValueError: A row is longer than ``length`` under ``overflow="error"``, a pack would
+                have more documents than ``max_documents`` under ``split=True``, all rows of a field
+                have one length, or the rows are windows.
+        """
+        lengths = self._lengths(pool, fields)
+        kept = self._kept(lengths, pool)
+        pool, lengths = _deal(pool, lengths, kept)
+        documents = Documents.of(lengths, pool.sizes, self._options)
+        if self.weight is not None:
+            weights = fields.values(self.weight, pool.dataset_rows(pool.index()))
+            documents = replace(documents, weights=self._checked_weights(weights, pool))
+        return _plan(pool, seed, self._options, documents)
+
+    def _checked_weights(self, weights: NDArray[Any], pool: Pool) -> NDArray[Any]:
+        """Check the targets of rows, by their index in the pool."""
+        is_number = weights.dtype.kind in "iuf"
+        if not is_number or not (np.isfinite(weights) & (weights >= 0)).all():
+            wrong = 0 if not is_number else int(np.argmin(np.isfinite(weights) & (weights >= 0)))
+            row = int(pool.dataset_rows(np.array([wrong]))[0])
+            raise ValueError(
+                f"Packed: weight={self.weight!r}: row {row} has {weights[wrong]!r}: numbers of"
+                " targets must be finite and not negative"
+            )
+        return weights
+
+    def make_fixed(
+        self, split: str, pool: Pool, fields: Fields, block: int | None = None
+    ) -> "PackedSampler":
+        """Make the order of a split that is evaluated: the same packs in every epoch.
+
+        A split to predict on has a single document in each pack, in dataset order.
+        """
+        if split == "predict":
+            sampler: PackedSampler = self.make_in_order(pool, fields)
+        else:
+            sampler = replace(self.make(pool, 0, fields), is_fixed=True)
+        return sampler if block is None else sampler.in_blocks(block)
+
+    def make_in_order(self, pool: Pool, fields: Fields) -> "UnpackedSampler":
+        """Make an order with a single document in each pack, in dataset order.
+
+        Raises:
+            ValueError: A row is longer than ``length``, except under ``overflow="truncate"``.
+        """
+        pool = Pool.of(pool.rows, pool.num_shards, True)
+        lengths = self._lengths(pool, fields)
+        if self.overflow != "truncate":
+            replace(self, split=False, overflow="error")._kept(lengths, pool)
+        documents = Documents.of(lengths, pool.sizes, self._options)
+        return UnpackedSampler(
+            pool,
+            options=self._options,
+            documents=documents,
+            num_packs=pool.num_rows,
+            max_documents=1,
+        )
+
+    @property
+    def _options(self) -> "PackOptions":
+        return PackOptions(
+            tuple(self.limits.items()), self.overflow, self.max_documents, self.split
+        )
+
+    def _lengths(self, pool: Pool, fields: Fields) -> NDArray[Any]:
+        """Return the lengths of the rows of a pool by its index, of shape (rows, fields)."""
+        if isinstance(pool.rows, WindowedRows):
+            raise ValueError(f"{self!r}: the rows are windows, which have one length: omit sampler")
+        rows = pool.dataset_rows(pool.index())
+        columns = [fields.lengths(name) for name in self.limits]
+        longest = max(int(column.max(initial=0)) for column in columns)
+        dtype = np.int32 if longest < 2**31 else np.int64
+        lengths = np.empty((len(rows), len(columns)), dtype)
+        for index, column in enumerate(columns):
+            lengths[:, index] = column[rows]
+        return lengths
+
+    def _kept(self, lengths: NDArray[Any], pool: Pool) -> Integers | None:
+        """Return the indices of the rows to keep, or None for all of them."""
+        if self.split or self.overflow in ("split", "truncate"):
+            return None
+        is_long = lengths > self._options.capacity
+        if not is_long.any():
+            return None
+        if self.overflow == "drop":
+            kept = np.flatnonzero(~is_long.any(axis=1))
+            if not len(kept):
+                raise ValueError(f"{self!r}: all rows are longer than length")
+            return kept
+        index, which = np.argwhere(is_long)[0].tolist()
+        name = [*self.limits][which]
+        row = int(pool.dataset_rows(np.array([index]))[0])
+        raise ValueError(
+            f"{self!r}: row {row} has {lengths[index, which]} items of field {name!r}, and"
+            f" {np.count_nonzero(is_long.any(axis=1))} of {len(lengths)} rows exceed length:"
+            " increase length, or use overflow='split', 'truncate' or 'drop'"
+        )
+
+
+def _deal(pool: Pool, lengths: NDArray[Any], kept: Integers | None) -> tuple[Pool, NDArray[Any]]:
+    """Deal the rows of a pool to its shards by length, to and fro, so that all shards are alike.
+
+    Returns:
+        The pool, and the lengths by its index.
+    """
+    num_shards = pool.num_shards
+    index = np.arange(pool.num_rows)
+    if pool.is_striped:
+        # In dataset order, in which rows of one length are dealt.
+        index = Shards(pool.num_rows, num_shards).file_rows(index)
+    if kept is not None:
+        is_kept = np.zeros(pool.num_rows, bool)
+        is_kept[kept] = True
+        index = index[is_kept[index]]
+    dealt = index[np.argsort(-lengths[index, 0].astype(np.int64), kind="stable")]
+    ranks = np.arange(len(dealt))
+    rounds, positions = np.divmod(ranks, num_shards)
+    # The first shards have one row more: the last, incomplete round goes forwards.
+    is_forward = (rounds - len(dealt) // num_shards) % 2 == 0
+    shards = np.where(is_forward, positions, num_shards - 1 - positions)
+    order = np.argsort(shards, kind="stable")
+    sizes = np.bincount(shards, minlength=num_shards)
+    chosen = dealt[order]
+    return pool.choose(sizes, chosen), lengths[chosen]
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    """The options of `Packed`, as checkpoints store them."""
+
+    limits: tuple[tuple[str, int], ...]
+    overflow: str
+    max_documents: int | None
+    split: bool
+
+    @property
+    def field(self) -> str:
+        """The field by whose length documents are packed."""
+        return self.limits[0][0]
+
+    @property
+    def length(self) -> int:
+        """Tokens of a pack."""
+        return self.limits[0][1]
+
+    @property
+    def capacity(self) -> Integers:
+        """The most that a pack holds of each field, int64 of shape (fields,)."""
+        return np.array([limit for _, limit in self.limits], np.int64)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The values that identify the options, as JSON values."""
+        return {
+            "length": dict(self.limits),
+            "overflow": self.overflow,
+            "max_documents": self.max_documents,
+            "split": self.split,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The documents to pack: rows of a pool, or pieces of long rows.
+
+    Args:
+        lengths: The length of each document by field, shard after shard, (documents, fields).
+        counts: Documents of each shard, int64 of shape (C,).
+        rows: The index in the pool of each document's row, or None if each row is a document.
+        starts: The first item of each document in its row, or None for 0.
+        streams: A number below C for each shard, by which its random bits are chosen.
+        weights: The targets of each document; None for all tokens but the first.
+    """
+
+    lengths: Numbers
+    counts: Integers
+    rows: NDArray[Any] | None
+    starts: NDArray[Any] | None
+    streams: Integers
+    weights: NDArray[Any] | None = None
+
+    @classmethod
+    def of(cls, lengths: NDArray[Any], sizes: Integers, options: "PackOptions") -> "Documents":
+        """Make the documents from the lengths of rows, shard after shard."""
+        streams = np.arange(len(sizes))
+        limit = options.length
+        if options.overflow == "truncate":
+            lengths = np.minimum(lengths, limit)
+        if options.overflow != "split" or not (lengths[:, 0] > limit).any():
+            return cls(Numbers(lengths), sizes, None, None, streams)
+        num_pieces = np.maximum(1, -(-lengths[:, 0].astype(np.int64) // limit))
+        rows = np.repeat(np.arange(len(lengths)), num_pieces)
+        starts = ranges(np.zeros_like(num_pieces), num_pieces) * limit
+        pieces = np.minimum(limit, lengths[rows, 0] - starts)[:, None]
+        shards = np.repeat(np.arange(len(sizes)), sizes)
+        counts = np.bincount(shards, num_pieces, len(sizes)).astype(np.int64)
+        return cls(Numbers(pieces.astype(lengths.dtype)), counts, rows, starts, streams)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The values that identify the documents, as JSON values."""
+        return self.lengths.identity
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Documents) and self.lengths == other.lengths
+
+    def __hash__(self) -> int:
+        return hash(self.lengths)
+
+    @cached_property
+    def shard_starts(self) -> Integers:
+        """The first document of each shard, int64 of shape (C,)."""
+        return starts_of(self.counts)
+
+    def reordered(self, pool: Pool, shards: Integers) -> "tuple[Pool, Documents]":
+        """Renumber the shards: shard ``shards[c]`` becomes shard ``c``."""
+        assert isinstance(pool.chosen, np.ndarray)
+        index = ranges(pool.starts[shards], pool.sizes[shards])
+        reordered = pool.choose(pool.sizes[shards], pool.chosen[index])
+        here = ranges(self.shard_starts[shards], self.counts[shards])
+        rows = None
+        if self.rows is not None:
+            moved = np.empty_like(index)
+            moved[index] = np.arange(len(index))
+            rows = moved[self.rows[here]]
+        documents = Documents(
+            Numbers(self.lengths.array[here]),
+            self.counts[shards],
+            rows,
+            None if self.starts is None else self.starts[here],
+            self.streams[shards],
+            None if self.weights is None else self.weights[here],
+        )
+        return reordered, documents
+
+    def with_at_least(self, count: int) -> "Documents":
+        """Halve the longest documents of shards that have fewer than ``count``."""
+        if (self.counts >= count).all() or self.rows is None or self.starts is None:
+            return self
+        parts = list[tuple[Any, ...]]()
+        counts = self.counts.copy()
+        for shard, start in enumerate(self.shard_starts.tolist()):
+            here = slice(start, start + int(counts[shard]))
+            lengths = self.lengths.array[here, 0]
+            rows = self.rows[here]
+            starts = self.starts[here]
+            while len(lengths) < count and lengths.max(initial=0) > 1:
+                is_cut = np.zeros(len(lengths), bool)
+                is_cut[np.argsort(-lengths, kind="stable")[: count - len(lengths)]] = True
+                is_cut &= lengths > 1
+                num_parts = 1 + is_cut
+                is_second = ranges(np.zeros_like(num_parts), num_parts) == 1
+                halves = np.repeat(lengths // 2, num_parts)
+                rows = np.repeat(rows, num_parts)
+                starts = np.repeat(starts, num_parts) + np.where(is_second, halves, 0)
+                repeated = np.repeat(lengths, num_parts)
+                is_first = np.repeat(is_cut, num_parts) & ~is_second
+                lengths = np.where(is_second, repeated - halves, repeated)
+                lengths = np.where(is_first, halves, lengths)
+            counts[shard] = len(lengths)
+            parts.append((lengths, rows, starts))
+        lengths, rows, starts = map(np.concatenate, zip(*parts, strict=True))
+        return Documents(Numbers(lengths[:, None]), counts, rows, starts, self.streams)
+
+
+def _plan(pool: Pool, seed: int, options: PackOptions, documents: Documents) -> "PackedSampler":
+    """Decide how many packs each shard has, from the packs of the first epoch."""
+    limit = _NO_LIMIT if options.max_documents is None else options.max_documents
+    draft = PackedSampler(
+        pool, seed, options=options, documents=documents, num_packs=1, max_documents=limit
+    )
+    needed, largest = draft.needed()
+    if options.overflow == "split" and (documents.counts < needed.max()).any():
+        documents = documents.with_at_least(int(needed.max()))
+        needed, largest = replace(draft, documents=documents).needed()
+    # Shards that need the most packs come first, since the first have one pack more than others.
+    tokens = totals(documents.lengths.array[:, 0], documents.counts)
+    order = np.lexsort((-tokens, -documents.counts, -needed))
+    pool, documents = documents.reordered(pool, order)
+    most = int(needed.max())
+    num_packs = (most - 1) * pool.num_shards + int(np.count_nonzero(needed == most))
+    sampler = replace(draft, pool=pool, documents=documents, num_packs=num_packs)
+    available = tokens[order] if options.split else documents.counts
+    if (available < sampler.counts).any():
+        raise ValueError(
+            f"num_shards={pool.num_shards}: one shard of the {pool.num_rows} rows needs {most}"
+            f" packs of {options.length} tokens, and another one has only {available.min()}"
+            f" {'tokens' if options.split else 'documents'}: set a smaller num_shards"
+        )
+    if options.split:
+        largest = int(sampler.packs(0).sizes.max())
+    if options.max_documents is None:
+        room = -(-(largest + largest // 4) // _DOCUMENTS_MULTIPLE) * _DOCUMENTS_MULTIPLE
+        return replace(sampler, max_documents=room)
+    if largest > options.max_documents:
+        raise ValueError(
+            f"Packed: max_documents={options.max_documents}: with split=True, a pack of the first"
+            f" epoch has {largest} documents: increase max_documents, or decrease length"
+        )
+    return sampler
+
+
+class Pieces(NamedTuple):
+    """The documents of some packs, pack after pack: rows, or pieces of rows."""
+
+    pool_index: Integers
+    """The row of each document, as an index in the pool: int64 of shape (documents,)."""
+    starts: Integers | None
+    """The first item of each document in its row, int64 of shape (documents,); None for 0."""
+    lengths: NDArray[Any]
+    """The length of each document by field, integers of shape (documents, fields)."""
+    counts: Integers
+    """Documents of each pack, int64 of shape (packs,)."""
+
+
+class EpochPacks(NamedTuple):
+    """The packs of an epoch, shard after shard, in the order of their positions."""
+
+    starts: Integers
+    """The first document of each pack, and the number of all documents: int64 (packs + 1,)."""
+    documents: NDArray[Any]
+    """The documents, pack after pack, as an index in `Documents`."""
+    piece_starts: NDArray[Any] | None = None
+    """With ``split=True``, where each piece starts in its document."""
+    piece_lengths: NDArray[Any] | None = None
+    """With ``split=True``, the length of each piece."""
+
+    @property
+    def sizes(self) -> Integers:
+        """Documents of each pack, int64 of shape (packs,)."""
+        return np.diff(self.starts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedSampler(Sampler):
+    """An order whose positions are packs of documents.
+
+    Args:
+        options: The options of the packing.
+        documents: The documents of each shard.
+        num_packs: Positions of an epoch.
+        max_documents: The most documents of a pack, for which batches have room.
+        is_fixed: Whether all epochs have the packs of epoch 0.
+    """
+
+    options: PackOptions
+    documents: Documents
+    num_packs: int
+    max_documents: int
+    is_fixed: bool = False
+
+    @property
+    @override
+    def num_positions(self) -> int:
+        return self.num_packs
+
+    def needed(self) -> tuple[Integers, int]:
+        """Return the packs that each shard needs in epoch 0, int64 of shape (C,), and the most
+        documents of a pack, which is 0 with ``split=True``.
+        """
+        if self.options.split:
+            tokens = totals(self.documents.lengths.array[:, 0], self.documents.counts)
+            return -(-tokens // self.options.length), 0
+        packs = self._packer.pack(0, np.arange(self.num_shards))
+        return packs.counts, int(packs.sizes.max(initial=0))
+
+    @cached_property
+    def _packer(self) -> Packer:
+        documents = self.documents
+        lengths = documents.lengths.array
+        if not lengths[:, 0].all():
+            # A document without a token counts as one, so that packs have a limited number.
+            lengths = lengths.copy()
+            lengths[:, 0] = np.maximum(1, lengths[:, 0])
+        return Packer(
+            lengths,
+            documents.counts,
+            self.options.capacity,
+            self.max_documents,
+            self.seed,
+            documents.streams,
+        )
+
+    def packs(self, epoch: int) -> EpochPacks:
+        """Return the packs of an epoch, which are planned for all shards at once."""
+        return self._epoch_packs(0 if self.is_fixed else epoch)
+
+    @cached_per_epoch
+    def _epoch_packs(self, epoch: int) -> EpochPacks:
+        cut = self._cut(epoch) if self.options.split else None
+        packs = self._packer.pack_all(epoch, self.counts) if cut is None else cut.packs
+        lengths = self.documents.lengths.array[packs.items, 0] if cut is None else cut.lengths
+        # The cost of attention.
+        costs = totals(lengths.astype(np.int64) ** 2, packs.sizes)
+        order = layered(self.counts, costs, self.seed, epoch)
+        sizes = packs.sizes[order]
+        index = ranges(starts_of(packs.sizes)[order], sizes)
+        starts = np.append(0, np.cumsum(sizes))
+        if cut is None:
+            return EpochPacks(starts, packs.items[index])
+        return EpochPacks(starts, packs.items[index], cut.starts[index], cut.lengths[index])
+
+    def _cut(self, epoch: int) -> Cut:
+        """Concatenate the documents of all shards in another order in each epoch, and cut them."""
+        documents = self.documents
+        shards = np.arange(self.num_shards)
+        for attempt in range(MAX_ATTEMPTS):
+            order, _ = self._packer.permuted(epoch, shards, attempt)
+            cut = concatenate_and_cut(
+                documents.lengths.array[:, 0],
+                order,
+                documents.counts,
+                self.counts,
+                self.options.length,
+            )
+            largest = int(cut.packs.sizes.max())
+            if largest <= self.max_documents:
+                return cut
+        raise ValueError(
+            f"Packed: max_documents={self.max_documents}: with split=True, a pack of epoch {epoch}"
+            f" has {largest} documents: increase max_documents, or decrease length"
+        )
+
+    def num_targets(self, epoch: int) -> NDArray[Any]:
+        """Count the targets of each position of an epoch, of shape (num_positions,)."""
+        packs = self.packs(epoch)
+        weights = self.documents.weights
+        if weights is not None:
+            targets = weights[packs.documents]
+        else:
+            lengths = packs.piece_lengths
+            if lengths is None:
+                lengths = self.documents.lengths.array[packs.documents, 0]
+            targets = np.maximum(0, lengths - 1)
+        before = np.append(0, np.cumsum(targets))
+        by_pack = before[packs.starts[1:]] - before[packs.starts[:-1]]
+        rounds, shards = np.divmod(np.arange(self.num_positions), self.num_shards)
+        by_position: NDArray[Any] = by_pack[starts_of(self.counts)[shards] + rounds]
+        return by_position
+
+    @property
+    def unused(self) -> float:
+        """The fraction of an epoch's packs that is padding."""
+        tokens = int(self.documents.lengths.array[:, 0].sum(dtype=np.int64))
+        return 1 - tokens / (self.num_positions * self.options.length)
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether documents may be pieces of rows."""
+        return self.options.split or self.options.overflow in ("split", "truncate")
+
+    @property
+    def max_seqlen(self) -> dict[str, int]:
+        """The most tokens of a document, by field."""
+        longest = self.documents.lengths.array.max(axis=0, initial=1).tolist()
+        return {
+            name: min(limit, most)
+            for (name, limit), most in zip(self.options.limits, longest, strict=True)
+        }
+
+    def pieces(self, epoch: int, positions: Integers) -> Pieces:
+        """Look up the documents of the packs at these positions.
+
+        Args:
+            epoch: Epoch, counted from 0.
+            positions: Positions in ``[0, num_positions)`` in any order, int64 of shape (packs,).
+        """
+        packs = self.packs(epoch)
+        rounds, shards = np.divmod(positions, self.num_shards)
+        numbers = starts_of(self.counts)[shards] + rounds
+        starts = packs.starts[numbers]
+        counts = packs.starts[numbers + 1] - starts
+        here = ranges(starts, counts)
+        documents = packs.documents[here].astype(np.int64)
+        lengths = self.documents.lengths.array[documents]
+        row_starts: Integers | None = None
+        index = documents
+        if packs.piece_starts is not None and packs.piece_lengths is not None:
+            row_starts = packs.piece_starts[here].astype(np.int64)
+            lengths = packs.piece_lengths[here, None]
+        elif self.documents.rows is not None and self.documents.starts is not None:
+            row_starts = self.documents.starts[documents].astype(np.int64)
+            index = self.documents.rows[documents].astype(np.int64)
+        return Pieces(index, row_starts, lengths, counts)
+
+    @override
+    def row_numbers(self, epoch: int, positions: range) -> Integers:
+        pieces = self.pieces(epoch, np.asarray(positions, np.int64))
+        numbers = np.full((len(positions), self.max_documents), -1, np.int64)
+        pack = np.repeat(np.arange(len(positions)), pieces.counts)
+        column = ranges(np.zeros_like(pieces.counts), pieces.counts)
+        numbers[pack, column] = self.pool.dataset_rows(pieces.pool_index)
+        return numbers
+
+    @override
+    def num_rows_at(self, epoch: int, positions: Integers) -> Integers:
+        return self.pieces(epoch, positions).counts
+
+    @override
+    def dataset_rows(self, epoch: int, positions: range) -> Integers:
+        pieces = self.pieces(epoch, np.asarray(positions, np.int64))
+        return self.pool.dataset_rows(pieces.pool_index)
+
+    @override
+    def grid(
+        self, epoch: int, start: int, stop: int, shards: Integers, shard_starts: Integers
+    ) -> Integers:
+        """Look up the first row of each pack; see `Sampler.grid`."""
+        last = np.maximum(0, self.counts[shards] - 1)
+        rounds = np.minimum(np.arange(start, stop)[:, None], last)
+        positions = (rounds * self.num_shards + shards).ravel()
+        pieces = self.pieces(epoch, np.minimum(positions, self.num_packs - 1))
+        firsts = pieces.pool_index[starts_of(pieces.counts)]
+        shifts = shard_starts - self.pool.starts[shards]
+        grid: Integers = firsts + np.tile(shifts, stop - start)
+        return grid
+
+    @override
+    def in_blocks(self, block: int) -> Self:
+        raise ValueError(
+            f"shuffle_block={block}: packs are planned over all rows of a shard, and can't be"
+            " divided into blocks: omit shuffle_block, and use residency='mmap' or 'host'"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnpackedSampler(PackedSampler):
+    """A single document in each pack, in dataset order."""
+
+    is_sequential: ClassVar[bool] = True
+
+    @override
+    def packs(self, epoch: int) -> EpochPacks:
+        return self._packs_in_order
+
+    @cached_property
+    def _packs_in_order(self) -> EpochPacks:
+        documents = np.arange(self.pool.num_rows + 1)
+        return EpochPacks(documents, documents[:-1])

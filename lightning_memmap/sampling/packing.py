@@ -1,0 +1,414 @@
+"""Pack documents of the same shard into sequences of a fixed length.
+
+A pack is filled by best fit, longest documents first. Documents of 5 3 7 2 4 2 tokens, in packs of
+8 tokens::
+
+    document    7  5  4  3  2  2     longest first
+    pack        0  1  2  1  2  2     the fullest pack that has room for it, or a new one
+    packs       7 | 5 3 | 4 2 2      1, 0 and 0 tokens of padding
+
+The lengths are multiplied by random factors before they are sorted, so that each epoch has other
+packs. A shard is divided into windows of documents that are packed independently: numpy then packs
+a thousand windows at once, and planning takes linear time.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_memmap.sampling.permutations import permuted, random_bits
+from lightning_memmap.sampling.rows import Integers, ranges, starts_of
+
+#: Approximate number of packs of a window. More take longer, and leave less padding.
+_WINDOW_PACKS = 128
+#: Windows that are packed at once, and documents of all of them, so that they stay in the cache.
+_MAX_WINDOWS = 1024
+_MAX_ITEMS = 2**20
+#: Lengths are multiplied by up to 1 + 255 / this, about 2, before they are sorted.
+_JITTER = 256
+#: Streams of the random bits: the order of layers, and the first of the streams of shards.
+_LAYER_BITS = 0
+_SHARD_BITS = 1
+#: Attempts to pack a shard in the packs that it has, before the packs of epoch 0 are used.
+MAX_ATTEMPTS = 8
+#: Neighbouring positions, up to this number, have packs of similar cost.
+_MAX_ALIKE = 48
+_GOLDEN_RATIO = (5**0.5 - 1) / 2
+
+
+class Packs(NamedTuple):
+    """Items of some shards, pack after pack."""
+
+    items: NDArray[Any]
+    """The items, int32 or int64 of shape (items,)."""
+    sizes: Integers
+    """Items of each pack, of shape (packs,)."""
+    counts: Integers
+    """Packs of each shard, int64 of shape (shards,)."""
+
+    def of_shards(self) -> "list[Packs]":
+        """Divide the packs by shard."""
+        pack_stops = np.cumsum(self.counts)
+        item_stops = np.append(0, np.cumsum(self.sizes))[pack_stops]
+        items = np.split(self.items, item_stops[:-1])
+        sizes = np.split(self.sizes, pack_stops[:-1])
+        parts = zip(items, sizes, self.counts, strict=True)
+        return [Packs(item, size, np.array([count])) for item, size, count in parts]
+
+
+def merge_packs(parts: list[Packs]) -> Packs:
+    """Concatenate packs of several shards."""
+    return Packs(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+class Packer:
+    """Packs the items of shards, differently in each epoch.
+
+    Args:
+        lengths: The length of each item by field, shard after shard: integers of shape
+            (items, fields). Those of the first field are at least 1.
+        counts: Items of each shard, int64 of shape (C,).
+        capacity: The most that a pack holds of each field, int64 of shape (fields,).
+        max_documents: The most items of a pack.
+        seed: Seed of the order.
+        streams: A number below C for each shard, by which its random bits are chosen.
+    """
+
+    def __init__(
+        self,
+        lengths: NDArray[Any],
+        counts: Integers,
+        capacity: Integers,
+        max_documents: int,
+        seed: int,
+        streams: Integers,
+    ) -> None:
+        self._lengths = lengths
+        self._streams = streams
+        self._counts = counts
+        self._starts = starts_of(counts)
+        self._capacity = capacity
+        self._max_documents = max_documents
+        self._seed = seed
+
+    def pack(self, epoch: int, shards: Integers, attempt: int = 0) -> Packs:
+        """Pack the items of some shards. Other shards don't change the result."""
+        items, noise = self.permuted(epoch, shards, attempt)
+        starts, sizes = self._windows(shards)
+        packed = list[tuple[NDArray[Any], Integers]]()
+        window_packs = np.zeros(len(sizes), np.int64)
+        width = int(sizes.max(initial=1))
+        step = max(1, min(_MAX_WINDOWS, _MAX_ITEMS // width))
+        for first in range(0, len(sizes), step):
+            chunk = slice(first, first + step)
+            chunk_items, pack_sizes, window_packs[chunk] = self._pack_windows(
+                items, noise, starts[chunk], sizes[chunk]
+            )
+            packed.append((chunk_items, pack_sizes))
+        # The windows of a shard follow each other.
+        num_before = np.append(0, np.cumsum(window_packs))
+        stops = np.cumsum(self._num_windows(shards))
+        counts = np.diff(num_before[np.append(0, stops)])
+        packed_items, pack_sizes = map(np.concatenate, zip(*packed, strict=True))
+        return Packs(packed_items, pack_sizes, counts)
+
+    def pack_all(self, epoch: int, targets: Integers) -> Packs:
+        """Pack all shards, shard ``c`` in ``targets[c]`` packs.
+
+        Args:
+            epoch: Epoch, counted from 0.
+            targets: int64 of shape (C,), at least the packs of epoch 0 and at most the items of
+                each shard.
+        """
+        packs = self.pack(epoch, np.arange(len(targets)))
+        if (packs.counts == targets).all():
+            return packs
+        parts = packs.of_shards()
+        for shard in np.flatnonzero(packs.counts > targets).tolist():
+            parts[shard] = self._retry(epoch, shard, int(targets[shard]))
+        return merge_packs([_split(*pair) for pair in zip(parts, targets.tolist(), strict=True)])
+
+    def _retry(self, epoch: int, shard: int, target: int) -> Packs:
+        """Pack a shard with other random factors, until it needs few enough packs."""
+        shards = np.array([shard])
+        for attempt in range(1, MAX_ATTEMPTS):
+            packs = self.pack(epoch, shards, attempt)
+            if packs.counts[0] <= target:
+                return packs
+        return self.pack(0, shards)
+
+    def permuted(
+        self, epoch: int, shards: Integers, attempt: int = 0
+    ) -> tuple[NDArray[Any], NDArray[np.uint8]]:
+        """Permute the items of each shard, and draw a random byte for each."""
+        dtype = np.int32 if len(self._lengths) < 2**31 else np.int64
+        total = int(self._counts[shards].sum())
+        items = np.empty(total, dtype)
+        noise = np.empty(total, np.uint8)
+        start = 0
+        for shard in shards.tolist():
+            count = int(self._counts[shard])
+            stream = _SHARD_BITS + int(self._streams[shard]) * MAX_ATTEMPTS + attempt
+            raw = random_bits(self._seed, epoch, stream).random_raw(count)
+            # The order is decided by the high bits.
+            noise[start : start + count] = raw & np.uint64(255)
+            order = raw.argsort()
+            noise[start : start + count] = noise[start : start + count][order]
+            np.add(order, self._starts[shard], out=items[start : start + count], casting="unsafe")
+            start += count
+        return items, noise
+
+    def _num_windows(self, shards: Integers) -> Integers:
+        """Count the windows of shards: a pure function of the lengths."""
+        if not len(self._lengths):
+            return np.ones(len(shards), np.int64)
+        fill = max((self._lengths[:, f].sum() / c for f, c in enumerate(self._capacity.tolist())))
+        per_item = max(float(fill), len(self._lengths) / self._max_documents) / len(self._lengths)
+        num_windows: Integers = np.maximum(
+            1, np.rint(self._counts[shards] * per_item / _WINDOW_PACKS)
+        ).astype(np.int64)
+        return num_windows
+
+    def _windows(self, shards: Integers) -> tuple[Integers, Integers]:
+        """Divide the items of each shard evenly: where windows start, and their sizes."""
+        num_windows = self._num_windows(shards)
+        window = ranges(np.zeros_like(num_windows), num_windows)
+        counts = np.repeat(self._counts[shards], num_windows)
+        totals = np.repeat(num_windows, num_windows)
+        sizes = (window + 1) * counts // totals - window * counts // totals
+        return starts_of(sizes), sizes
+
+    def _pack_windows(
+        self,
+        items: NDArray[Any],
+        noise: NDArray[np.uint8],
+        starts: Integers,
+        sizes: Integers,
+    ) -> tuple[NDArray[Any], Integers, Integers]:
+        """Pack some windows.
+
+        Returns:
+            The items pack after pack, the items of each pack, and the packs of each window.
+        """
+        if not sizes.any():
+            return items[:0], np.zeros(0, np.int64), np.zeros(len(sizes), np.int64)
+        # (windows, items of the longest window)
+        along = np.arange(int(sizes.max()))
+        is_item = along < sizes[:, None]
+        index = np.minimum(starts[:, None] + along, len(items) - 1)
+        items = items[index]
+        lengths = self._lengths[items]
+        lengths[~is_item] = 0
+        keys = lengths[..., 0] * (_JITTER + noise[index].astype(np.int64))
+        order = np.argsort(-keys, axis=1)
+        items = np.take_along_axis(items, order, axis=1)
+        lengths = np.take_along_axis(lengths, order[..., None], axis=1)
+        packs, counts = best_fit(lengths, self._capacity, self._max_documents)
+        # Places after the last item are sorted last.
+        grouped = np.argsort(packs, axis=1, kind="stable")
+        items = np.take_along_axis(items, grouped, axis=1)[is_item]
+        num_packs = (counts > 0).sum(axis=1)
+        return items, counts[counts > 0], num_packs
+
+
+def best_fit(
+    lengths: NDArray[Any], capacity: Integers, max_documents: int
+) -> tuple[NDArray[np.int32], Integers]:
+    """Assign the items of several windows to packs, in the order of the items.
+
+    Args:
+        lengths: Integers of shape (windows, items, fields), 0 after the last item of a window.
+        capacity: The most that a pack holds of each field, int64 of shape (fields,).
+        max_documents: The most items of a pack.
+
+    Returns:
+        The pack of each item, int32 of shape (windows, items), 2**31 - 1 after the last item; and
+        the number of items of each pack, int64 of shape (windows, packs).
+    """
+    num_windows, num_items, num_fields = lengths.shape
+    # (items, windows) for each field
+    columns = [np.ascontiguousarray(lengths[..., f].T) for f in range(num_fields)]
+    num_packs = 4 + max(
+        int(column.sum(axis=0).max()) // int(limit)
+        for column, limit in zip(columns, capacity, strict=True)
+    )
+    num_packs = max(num_packs, -(-num_items // max_documents))
+    is_limited = max_documents < num_items
+    room = _Room(capacity, num_windows, num_packs)
+    packs = np.empty((num_items, num_windows), np.int32)
+    counts = np.zeros((num_windows, num_packs), np.int32)
+    windows = np.arange(num_windows)
+    for k in range(num_items):
+        needed = [column[k] for column in columns]
+        packs[k] = pack = room.best(needed)
+        while len(counts[0]) < room.num_packs:
+            counts = np.pad(counts, ((0, 0), (0, room.num_packs - len(counts[0]))))
+        counts[windows, pack] += needed[0] > 0
+        if is_limited:
+            room.close(counts[windows, pack] >= max_documents, windows, pack)
+    packs[columns[0] == 0] = np.iinfo(np.int32).max
+    return packs.T, counts.astype(np.int64)
+
+
+class _Room:
+    """The free space of the packs of several windows, of shape (windows, packs) for each field."""
+
+    # Unsigned: a negative remainder, where an item doesn't fit, is a huge number.
+
+    def __init__(self, capacity: Integers, num_windows: int, num_packs: int) -> None:
+        self._dtype = np.uint32 if int(capacity.max()) < 2**31 else np.uint64
+        self._limit = np.iinfo(self._dtype).max // 2
+        self._capacity = capacity
+        self._windows = np.arange(num_windows)
+        self._free = [np.full((num_windows, num_packs), c, self._dtype) for c in capacity]
+        self._remaining = [np.empty_like(free) for free in self._free]
+
+    @property
+    def num_packs(self) -> int:
+        """Packs of each window, the empty ones included."""
+        return self._free[0].shape[1]
+
+    def best(self, needed: list[NDArray[Any]]) -> Integers:
+        """Place an item in each window, and return its pack: the fullest that has room for it."""
+        while True:
+            for free, length, remaining in zip(self._free, needed, self._remaining, strict=True):
+                np.subtract(free, length.astype(self._dtype)[:, None], out=remaining)
+            score: NDArray[Any] = (
+                self._remaining[0] if len(self._remaining) == 1 else self._relative()
+            )
+            pack: Integers = score.argmin(axis=1)
+            at = self._windows, pack
+            if all((remaining[at] <= self._limit).all() for remaining in self._remaining):
+                break
+            self._grow()
+        for free, remaining in zip(self._free, self._remaining, strict=True):
+            free[at] = remaining[at]
+        return pack
+
+    def _relative(self) -> NDArray[np.float64]:
+        """Return the sum of the fractions of all fields that would be remaining."""
+        parts = zip(self._remaining, self._capacity.tolist(), strict=True)
+        total = sum(
+            np.where(remaining > self._limit, np.inf, remaining / limit)
+            for remaining, limit in parts
+        )
+        score: NDArray[np.float64] = np.asarray(total)
+        return score
+
+    def _grow(self) -> None:
+        """Add empty packs."""
+        num_more = 8 + self.num_packs // 4
+        parts = zip(self._free, self._capacity, strict=True)
+        self._free = [
+            np.pad(free, ((0, 0), (0, num_more)), constant_values=limit) for free, limit in parts
+        ]
+        self._remaining = [np.empty_like(free) for free in self._free]
+
+    def close(self, is_full: NDArray[np.bool_], windows: Integers, pack: Integers) -> None:
+        """Close packs that have the most items."""
+        self._free[0][windows[is_full], pack[is_full]] = 0
+
+
+def _split(packs: Packs, target: int) -> Packs:
+    """Halve the packs of a shard with the most items, until there are ``target`` packs."""
+    sizes = packs.sizes
+    while (num_missing := target - len(sizes)) > 0:
+        by_size = np.argsort(-sizes, kind="stable")[:num_missing]
+        is_halved = np.zeros(len(sizes), bool)
+        is_halved[by_size[sizes[by_size] > 1]] = True
+        assert is_halved.any(), f"{packs.sizes.sum()} items do not make {target} packs"
+        parts = 1 + is_halved
+        starts = starts_of(parts)
+        halved = np.empty(int(parts.sum()), np.int64)
+        halved[starts] = np.where(is_halved, (sizes + 1) // 2, sizes)
+        halved[starts[is_halved] + 1] = sizes[is_halved] // 2
+        sizes = halved
+    return Packs(packs.items, sizes, np.array([target]))
+
+
+def layered(counts: Integers, costs: NDArray[Any], seed: int, epoch: int) -> Integers:
+    """Order the packs of all shards by layers of similar cost, which are permuted at random.
+
+    A layer is the packs at one place of all shards, which are neighbours in the order of the epoch.
+
+    Args:
+        counts: Packs of each shard, int64 of shape (C,). The first shards may have one pack more.
+        costs: The cost of each pack, shard after shard.
+        seed: Seed of the order.
+        epoch: Epoch, counted from 0.
+
+    Returns:
+        The packs in their new order, shard after shard.
+    """
+    # Packs are ranked by their cost in each shard. Layer j takes the packs of rank order[j], plus a
+    # shift that differs between groups of shards, so that groups of neighbouring positions differ.
+    num_shards = len(counts)
+    shared = int(counts[-1])
+    alike = max(d for d in range(1, min(_MAX_ALIKE, num_shards) + 1) if num_shards % d == 0)
+    zero = np.zeros(1, np.int64)
+    bits = random_bits(seed, epoch, _LAYER_BITS)
+    order = permuted(np.array([max(1, shared)]), bits).grid(0, shared, zero, zero)
+    arranged = np.empty(int(counts.sum()), np.int64)
+    starts = starts_of(counts)
+    for shard, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+        ranked = start + np.argsort(-costs[start : start + count], kind="stable")
+        shift = int(shard // alike * _GOLDEN_RATIO % 1 * shared)
+        arranged[start : start + shared] = ranked[(order + shift) % max(1, shared)]
+        arranged[start + shared : start + count] = ranked[shared:]
+    return arranged
+
+
+def totals(values: NDArray[Any], counts: Integers) -> Integers:
+    """Add up the values of consecutive groups, int64 of shape (groups,)."""
+    before = np.append(0, np.cumsum(values, dtype=np.int64))
+    sums: Integers = np.diff(before[np.append(0, np.cumsum(counts))])
+    return sums
+
+
+class Cut(NamedTuple):
+    """Pieces of documents, pack after pack."""
+
+    packs: Packs
+    """The document of each piece, the pieces of each pack, and the packs of each shard."""
+    starts: NDArray[Any]
+    """The first item of each piece in its document, of shape (pieces,)."""
+    lengths: NDArray[Any]
+    """The length of each piece, of shape (pieces,)."""
+
+
+def concatenate_and_cut(
+    lengths: NDArray[Any], order: NDArray[Any], counts: Integers, targets: Integers, length: int
+) -> Cut:
+    """Concatenate the documents of each shard, and cut them at multiples of a length.
+
+    Documents of 5 3 7 tokens, in 2 packs of 8 tokens: 5 3 | 7. In 3 packs, the last packs are
+    shorter: 5 3 | 4 | 3.
+
+    Args:
+        lengths: The length of each document, shard after shard.
+        order: The documents of each shard in their order.
+        counts: Documents of each shard, int64 of shape (C,).
+        targets: Packs of each shard, at most its tokens, int64 of shape (C,).
+        length: Tokens of a pack.
+    """
+    ordered = lengths[order].astype(np.int64)
+    shard_tokens = totals(ordered, counts)
+    # The start of each pack in its shard. The last packs share the rest.
+    pack = ranges(np.zeros_like(targets), targets)
+    tokens = np.repeat(shard_tokens, targets)
+    num_packs = np.repeat(targets, targets)
+    least = np.maximum(1, np.minimum(length // 2, tokens // np.maximum(1, num_packs)))
+    starts = np.minimum(pack * length, tokens - (num_packs - pack) * least)
+    starts += np.repeat(starts_of(shard_tokens), targets)
+    stops = np.cumsum(ordered)
+    document_starts = stops - ordered
+    # A piece starts where a document or a pack does. Documents without a token have no piece.
+    cuts = np.concatenate([document_starts[ordered > 0], starts])
+    cuts.sort(kind="stable")
+    cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])[: len(cuts)]]
+    document = np.searchsorted(stops, cuts, side="right")
+    piece_lengths = np.diff(cuts, append=stops[-1:])
+    sizes = np.diff(np.searchsorted(cuts, starts), append=len(cuts))
+    packs = Packs(order[document], sizes, targets)
+    return Cut(packs, cuts - document_starts[document], piece_lengths)
