@@ -9,6 +9,7 @@ from typing_extensions import Self, override
 
 from lightning_memmap.errors import ReprAsCall
 from lightning_memmap.sampling.factory import Fields, SamplerFactory, make_sampler
+from lightning_memmap.sampling.packed import PackedSampler
 from lightning_memmap.sampling.pool import Pool, merge_pools
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sampling.sampler import Sampler, ShuffledSampler
@@ -72,12 +73,18 @@ class Curriculum(ReprAsCall, SamplerFactory):
         """Make the sampler; see `SamplerFactory.make`.
 
         Raises:
-            ValueError: The stages differ in their number of positions.
+            ValueError: The stages differ in their number of positions, or one packs rows.
         """
         stages = tuple(
             (epoch, make_sampler(ShuffledSampler if stage is None else stage, pool, seed, fields))
             for epoch, stage in self.stages.items()
         )
+        packed = [epoch for epoch, sampler in stages if isinstance(sampler, PackedSampler)]
+        if packed:
+            raise ValueError(
+                f"{self!r}: stages[{packed[0]}] packs rows, and a curriculum orders single rows:"
+                " use Packed as the sampler itself"
+            )
         counts = [sampler.num_positions for _, sampler in stages]
         if len({*counts}) > 1:
             raise ValueError(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memmap.sampling import Packed, Pool
+from lightning_memmap.sampling import Curriculum, Packed, Pool
 from lightning_memmap.sampling.packed import PackedSampler
 from lightning_memmap.sampling.rows import Shards, StoreRows
 from tests.rows import StridedRows, pool_of
@@ -191,6 +191,13 @@ def test_rows_at_positions_are_those_of_their_packs() -> None:
 def test_option_is_checked(options: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         Packed(**{"field": "tokens", "length": 100, **options})
+
+
+def test_curriculum_of_packs_is_an_error() -> None:
+    curriculum = Curriculum({0: None, 3: Packed("tokens", 100)})
+    table = Table(300, tokens=random_lengths(300))
+    with pytest.raises(ValueError, match=r"stages\[3\]"):
+        curriculum.make(pool_of(300, 4), 0, table)
 
 
 def test_long_row_is_an_error_that_names_it() -> None:
