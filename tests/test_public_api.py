@@ -33,10 +33,10 @@ NAMES = {
         compare
     """,
     "lightning_memmap.loading": """
-        Padded RowList Scaled
+        Packing Padded RowList Scaled
     """,
     "lightning_memmap.sampling": """
-        Bucketed ComputedSampler Curriculum DrawnSampler Fields Holdout KFold Mixture Parts Pool
+        Bucketed ComputedSampler Curriculum DrawnSampler Fields Holdout KFold Mixture Packed Parts Pool
         RandomSplit Sampler SamplerFactory Selection SequentialSampler ShuffledSampler Subset
         TableSampler Weighted
     """,

@@ -1,12 +1,14 @@
 """The layout of a batch of packed documents: where each document is, and masks of attention."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 @dataclass(eq=False, repr=False)
@@ -106,11 +108,14 @@ class Packing:
             enable_gqa=key.shape[1] != query.shape[1],
         )
 
-    def block_mask(self, is_causal: bool = True, block_size: int = 128) -> BlockMask:
+    def block_mask(self, is_causal: bool = True, block_size: int = 128) -> "BlockMask":
         """Return the mask for `torch.nn.attention.flex_attention`, alike for all heads.
 
         Build it once a step, and pass it to every layer.
         """
+        # It imports a compiler.
+        from torch.nn.attention.flex_attention import create_block_mask
+
         ids = self.document_ids
 
         def may_attend(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ many packs. 7 documents of 9 8 6 5 4 3 1 tokens in 2 shards, in packs of 10 toke
 With ``split=True``, the documents of a shard are concatenated and cut at multiples of the length.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -24,22 +25,35 @@ from typing_extensions import Self, override
 from lightning_memmap.errors import ReprAsCall, check_integer
 from lightning_memmap.sampling.factory import Fields, SamplerFactory
 from lightning_memmap.sampling.identity import Numbers
+from lightning_memmap.sampling.mixture import Mixture
 from lightning_memmap.sampling.packing import (
     MAX_ATTEMPTS,
     Cut,
+    Drawing,
     Packer,
     concatenate_and_cut,
     layered,
     totals,
 )
 from lightning_memmap.sampling.pool import Pool
-from lightning_memmap.sampling.rows import Integers, Shards, WindowedRows, ranges, starts_of
-from lightning_memmap.sampling.sampler import Sampler, cached_per_epoch
+from lightning_memmap.sampling.rows import (
+    Integers,
+    JoinedRows,
+    Shards,
+    WindowedRows,
+    ranges,
+    starts_of,
+)
+from lightning_memmap.sampling.sampler import Sampler, cached_per_epoch, derive_seed
 
 _OVERFLOWS = ("error", "split", "truncate", "drop")
 #: The number of documents for which a batch has room is a multiple of this.
 _DOCUMENTS_MULTIPLE = 8
 _NO_LIMIT = 2**40
+#: A mixture has room for so many times the packs that the first epoch needs.
+_MIXTURE_MARGIN = 1.02
+#: Derives the seed by which documents of training sets are drawn.
+_DRAWING_SEED = 1
 
 
 @dataclass(eq=False, repr=False)
@@ -68,6 +82,10 @@ class Packed(ReprAsCall, SamplerFactory):
         weight: The name of a field with the number of targets of each row, by which the losses of
             processes and micro-batches are weighted: such as the labels that are not -100. By
             default all tokens of a document but the first are targets.
+        shares: The share of each training set by its name in ``train_dataset``, as for `Mixture`.
+            An epoch then has as many tokens as all sets together, and the rows of a set are read
+            again and again, each equally often within 1.
+        shares_of: Whether these are shares of ``"tokens"`` or of ``"documents"``.
 
     Raises:
         TypeError: An argument is of another type.
@@ -80,8 +98,19 @@ class Packed(ReprAsCall, SamplerFactory):
     max_documents: int | None = None
     split: bool = False
     weight: str | None = None
+    shares: dict[str, float] | None = None
+    shares_of: str = "tokens"
 
     def __post_init__(self) -> None:
+        if self.shares is not None:
+            # It checks the shares.
+            self.shares = Mixture(self.shares).shares
+            self.stores = tuple(self.shares)
+        if self.shares_of not in ("tokens", "documents"):
+            raise ValueError(f"Packed: shares_of={self.shares_of!r}: choose tokens or documents")
+        if self.shares is not None and (self.split or self.overflow == "split"):
+            option = "split=True" if self.split else "overflow='split'"
+            raise ValueError(f"Packed: shares with {option}: shares are of whole documents")
         if not isinstance(self.field, str):
             raise TypeError(f"Packed: field={self.field!r}: pass the name of a field")
         if not isinstance(self.weight, str | None):
@@ -140,12 +169,57 @@ class Packed(ReprAsCall, SamplerFactory):
         """
         lengths = self._lengths(pool, fields)
         kept = self._kept(lengths, pool)
-        pool, lengths = _deal(pool, lengths, kept)
+        sets = None if self.shares is None else self._sets(pool)
+        pool, lengths, sets = _deal(pool, lengths, kept, sets)
         documents = Documents.of(lengths, pool.sizes, self._options)
+        if sets is not None:
+            assert isinstance(pool.rows, JoinedRows)
+            documents = self._draw(documents, sets, pool.rows.stores)
         if self.weight is not None:
             weights = fields.values(self.weight, pool.dataset_rows(pool.index()))
             documents = replace(documents, weights=self._checked_weights(weights, pool))
         return _plan(pool, seed, self._options, documents)
+
+    def _sets(self, pool: Pool) -> Integers:
+        """Return the training set of each row of a pool, by its index."""
+        rows = pool.rows
+        assert self.shares is not None
+        if not isinstance(rows, JoinedRows) or {*rows.stores} != {*self.shares}:
+            names = rows.stores if isinstance(rows, JoinedRows) else "one set without a name"
+            raise ValueError(f"{self!r}: the training sets are {names}; set a share for each")
+        return np.repeat(np.arange(len(rows.stores)), rows.member_sizes)
+
+    def _draw(self, documents: "Documents", sets: Integers, names: Sequence[str]) -> "Documents":
+        """Decide how many documents of each set and shard an epoch has."""
+        assert self.shares is not None
+        num_sets = len(self.shares)
+        num_shards = len(documents.counts)
+        lengths = documents.lengths.array[:, 0].astype(np.float64)
+        shares = np.array([self.shares[name] for name in names])
+        shares /= shares.sum()
+        set_counts = np.bincount(sets, minlength=num_sets)
+        if empty := [n for n, s, c in zip(names, shares, set_counts, strict=True) if s and not c]:
+            raise ValueError(f"{self!r}: the training set {empty[0]!r} has no row to pack")
+        if self.shares_of == "tokens":
+            means = np.bincount(sets, lengths, num_sets) / np.maximum(1, set_counts)
+            wanted = shares * lengths.sum() / np.maximum(1, means)
+        else:
+            wanted = shares * len(lengths)
+        stops = np.cumsum(np.maximum(shares > 0, np.rint(wanted))).astype(np.int64)
+        # The documents of an epoch, set after set, are dealt to the shards in turn.
+        shards = np.arange(num_shards)[:, None]
+        before = -(-(np.append(0, stops) - shards) // num_shards)
+        drawn = np.diff(before, axis=1)
+        home = np.repeat(np.arange(num_shards), documents.counts)
+        counts = np.bincount(home * num_sets + sets, minlength=num_shards * num_sets)
+        counts = counts.reshape(num_shards, num_sets)
+        if ((drawn > 0) & (counts == 0)).any():
+            name = names[int(np.argwhere((drawn > 0) & (counts == 0))[0][1])]
+            raise ValueError(
+                f"num_shards={num_shards}: the training set {name!r} has fewer rows than shards:"
+                " set a smaller num_shards"
+            )
+        return replace(documents, set_counts=counts, drawn=drawn)
 
     def _checked_weights(self, weights: NDArray[Any], pool: Pool) -> NDArray[Any]:
         """Check the targets of rows, by their index in the pool."""
@@ -166,10 +240,13 @@ class Packed(ReprAsCall, SamplerFactory):
 
         A split to predict on has a single document in each pack, in dataset order.
         """
+        # Evaluated sets are not mixed.
+        shares = self.shares if isinstance(pool.rows, JoinedRows) else None
+        alone = replace(self, shares=shares)
         if split == "predict":
-            sampler: PackedSampler = self.make_in_order(pool, fields)
+            sampler: PackedSampler = alone.make_in_order(pool, fields)
         else:
-            sampler = replace(self.make(pool, 0, fields), is_fixed=True)
+            sampler = replace(alone.make(pool, 0, fields), is_fixed=True)
         return sampler if block is None else sampler.in_blocks(block)
 
     def make_in_order(self, pool: Pool, fields: Fields) -> "UnpackedSampler":
@@ -193,8 +270,14 @@ class Packed(ReprAsCall, SamplerFactory):
 
     @property
     def _options(self) -> "PackOptions":
+        shares = None if self.shares is None else tuple(self.shares.items())
         return PackOptions(
-            tuple(self.limits.items()), self.overflow, self.max_documents, self.split
+            tuple(self.limits.items()),
+            self.overflow,
+            self.max_documents,
+            self.split,
+            shares,
+            self.shares_of,
         )
 
     def _lengths(self, pool: Pool, fields: Fields) -> NDArray[Any]:
@@ -232,11 +315,19 @@ class Packed(ReprAsCall, SamplerFactory):
         )
 
 
-def _deal(pool: Pool, lengths: NDArray[Any], kept: Integers | None) -> tuple[Pool, NDArray[Any]]:
+def _deal(
+    pool: Pool, lengths: NDArray[Any], kept: Integers | None, sets: Integers | None
+) -> tuple[Pool, NDArray[Any], Integers | None]:
     """Deal the rows of a pool to its shards by length, to and fro, so that all shards are alike.
 
+    Args:
+        pool: The pool.
+        lengths: The lengths of its rows, of shape (rows, fields).
+        kept: The rows to deal, or None for all.
+        sets: The training set of each row, which are dealt set after set, or None.
+
     Returns:
-        The pool, and the lengths by its index.
+        The pool, and the lengths and sets by its index.
     """
     num_shards = pool.num_shards
     index = np.arange(pool.num_rows)
@@ -248,6 +339,8 @@ def _deal(pool: Pool, lengths: NDArray[Any], kept: Integers | None) -> tuple[Poo
         is_kept[kept] = True
         index = index[is_kept[index]]
     dealt = index[np.argsort(-lengths[index, 0].astype(np.int64), kind="stable")]
+    if sets is not None:
+        dealt = dealt[np.argsort(sets[dealt], kind="stable")]
     ranks = np.arange(len(dealt))
     rounds, positions = np.divmod(ranks, num_shards)
     # The first shards have one row more: the last, incomplete round goes forwards.
@@ -256,7 +349,7 @@ def _deal(pool: Pool, lengths: NDArray[Any], kept: Integers | None) -> tuple[Poo
     order = np.argsort(shards, kind="stable")
     sizes = np.bincount(shards, minlength=num_shards)
     chosen = dealt[order]
-    return pool.choose(sizes, chosen), lengths[chosen]
+    return pool.choose(sizes, chosen), lengths[chosen], None if sets is None else sets[chosen]
 
 
 @dataclass(frozen=True)
@@ -267,6 +360,8 @@ class PackOptions:
     overflow: str
     max_documents: int | None
     split: bool
+    shares: tuple[tuple[str, float], ...] | None = None
+    shares_of: str = "tokens"
 
     @property
     def field(self) -> str:
@@ -286,11 +381,15 @@ class PackOptions:
     @property
     def identity(self) -> dict[str, Any]:
         """The values that identify the options, as JSON values."""
+        mixed = {}
+        if self.shares is not None:
+            mixed = {"shares": dict(self.shares), "shares_of": self.shares_of}
         return {
             "length": dict(self.limits),
             "overflow": self.overflow,
             "max_documents": self.max_documents,
             "split": self.split,
+            **mixed,
         }
 
 
@@ -305,6 +404,8 @@ class Documents:
         starts: The first item of each document in its row, or None for 0.
         streams: A number below C for each shard, by which its random bits are chosen.
         weights: The targets of each document; None for all tokens but the first.
+        set_counts: Documents of each shard and training set, int64 of shape (C, sets), or None.
+        drawn: Documents of each shard and training set in an epoch, or None.
     """
 
     lengths: Numbers
@@ -313,6 +414,8 @@ class Documents:
     starts: NDArray[Any] | None
     streams: Integers
     weights: NDArray[Any] | None = None
+    set_counts: Integers | None = None
+    drawn: Integers | None = None
 
     @classmethod
     def of(cls, lengths: NDArray[Any], sizes: Integers, options: "PackOptions") -> "Documents":
@@ -365,8 +468,15 @@ class Documents:
             None if self.starts is None else self.starts[here],
             self.streams[shards],
             None if self.weights is None else self.weights[here],
+            None if self.set_counts is None else self.set_counts[shards],
+            None if self.drawn is None else self.drawn[shards],
         )
         return reordered, documents
+
+    @property
+    def num_available(self) -> Integers:
+        """Documents of each shard in an epoch, int64 of shape (C,)."""
+        return self.counts if self.drawn is None else self.drawn.sum(axis=1)
 
     def with_at_least(self, count: int) -> "Documents":
         """Halve the longest documents of shards that have fewer than ``count``."""
@@ -405,17 +515,24 @@ def _plan(pool: Pool, seed: int, options: PackOptions, documents: Documents) -> 
         pool, seed, options=options, documents=documents, num_packs=1, max_documents=limit
     )
     needed, largest = draft.needed()
+    if not needed.any():
+        raise ValueError(f"Packed: field {options.field!r} has no token in any of the rows")
     if options.overflow == "split" and (documents.counts < needed.max()).any():
         documents = documents.with_at_least(int(needed.max()))
         needed, largest = replace(draft, documents=documents).needed()
     # Shards that need the most packs come first, since the first have one pack more than others.
     tokens = totals(documents.lengths.array[:, 0], documents.counts)
-    order = np.lexsort((-tokens, -documents.counts, -needed))
+    order = np.lexsort((-tokens, -documents.num_available, -needed))
     pool, documents = documents.reordered(pool, order)
     most = int(needed.max())
+    if options.shares is not None:
+        # Other epochs draw other documents, which may have more tokens.
+        enough = min(math.ceil(_MIXTURE_MARGIN * most) + 1, int(documents.num_available.min()))
+        most = max(most, enough)
+        needed = np.full_like(needed, most)
     num_packs = (most - 1) * pool.num_shards + int(np.count_nonzero(needed == most))
     sampler = replace(draft, pool=pool, documents=documents, num_packs=num_packs)
-    available = tokens[order] if options.split else documents.counts
+    available = tokens[order] if options.split else documents.num_available
     if (available < sampler.counts).any():
         raise ValueError(
             f"num_shards={pool.num_shards}: one shard of the {pool.num_rows} rows needs {most}"
@@ -514,7 +631,16 @@ class PackedSampler(Sampler):
             self.max_documents,
             self.seed,
             documents.streams,
+            self._drawing,
         )
+
+    @property
+    def _drawing(self) -> Drawing | None:
+        documents = self.documents
+        if documents.set_counts is None or documents.drawn is None:
+            return None
+        seed = derive_seed(self.seed, _DRAWING_SEED)
+        return Drawing(documents.set_counts, documents.drawn, seed, documents.streams)
 
     def packs(self, epoch: int) -> EpochPacks:
         """Return the packs of an epoch, which are planned for all shards at once."""
@@ -575,8 +701,11 @@ class PackedSampler(Sampler):
 
     @property
     def unused(self) -> float:
-        """The fraction of an epoch's packs that is padding."""
-        tokens = int(self.documents.lengths.array[:, 0].sum(dtype=np.int64))
+        """The fraction of the packs of the first epoch that is padding."""
+        lengths = self.documents.lengths.array[:, 0]
+        if self.documents.drawn is not None:
+            lengths = lengths[self.packs(0).documents]
+        tokens = int(lengths.sum(dtype=np.int64))
         return 1 - tokens / (self.num_positions * self.options.length)
 
     @property

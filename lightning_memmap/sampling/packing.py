@@ -62,6 +62,53 @@ def merge_packs(parts: list[Packs]) -> Packs:
     return Packs(*map(np.concatenate, zip(*parts, strict=True)))
 
 
+class Drawing:
+    """Draws documents of several sets, a fixed number of each set and shard in every epoch.
+
+    A shard reads its documents of a set again and again, each time in another order, and an epoch
+    continues where the previous one stopped. 2 of 3 documents an epoch: 2 0 | 1 1 | 0 2 | 1 ...
+
+    Args:
+        counts: Documents of each shard and set, int64 of shape (C, sets). The documents of a shard
+            are ordered by set.
+        drawn: Documents of each shard and set in an epoch, int64 of shape (C, sets).
+        seed: Seed of the orders.
+        streams: As for `Packer`.
+    """
+
+    def __init__(self, counts: Integers, drawn: Integers, seed: int, streams: Integers) -> None:
+        self._counts = counts
+        self._drawn = drawn
+        self._seed = seed
+        self._streams = streams
+
+    @property
+    def num_drawn(self) -> Integers:
+        """Documents of each shard in an epoch, int64 of shape (C,)."""
+        totals: Integers = self._drawn.sum(axis=1)
+        return totals
+
+    def documents(self, epoch: int, shard: int) -> Integers:
+        """Return the documents of an epoch, as offsets within the shard."""
+        drawn = [np.zeros(0, np.int64)]
+        start = 0
+        num_sets = self._counts.shape[1]
+        for number in range(num_sets):
+            count = int(self._counts[shard, number])
+            wanted = int(self._drawn[shard, number])
+            position = epoch * wanted
+            stream = int(self._streams[shard]) * num_sets + number
+            while wanted:
+                reading, skipped = divmod(position, count)
+                order = random_bits(self._seed, reading, stream).random_raw(count).argsort()
+                part = order[skipped : skipped + wanted]
+                drawn.append(part + start)
+                position += len(part)
+                wanted -= len(part)
+            start += count
+        return np.concatenate(drawn)
+
+
 class Packer:
     """Packs the items of shards, differently in each epoch.
 
@@ -73,6 +120,7 @@ class Packer:
         max_documents: The most items of a pack.
         seed: Seed of the order.
         streams: A number below C for each shard, by which its random bits are chosen.
+        drawing: Draws the items of an epoch; None if an epoch has each item once.
     """
 
     def __init__(
@@ -83,10 +131,12 @@ class Packer:
         max_documents: int,
         seed: int,
         streams: Integers,
+        drawing: Drawing | None = None,
     ) -> None:
         self._lengths = lengths
         self._streams = streams
-        self._counts = counts
+        self._drawing = drawing
+        self._counts = counts if drawing is None else drawing.num_drawn
         self._starts = starts_of(counts)
         self._capacity = capacity
         self._max_documents = max_documents
@@ -155,6 +205,8 @@ class Packer:
             noise[start : start + count] = raw & np.uint64(255)
             order = raw.argsort()
             noise[start : start + count] = noise[start : start + count][order]
+            if self._drawing is not None:
+                order = self._drawing.documents(epoch, shard)[order]
             np.add(order, self._starts[shard], out=items[start : start + count], casting="unsafe")
             start += count
         return items, noise

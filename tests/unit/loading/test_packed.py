@@ -259,6 +259,16 @@ def test_five_resumes_on_other_numbers_of_processes_continue_the_epoch(tmp_path:
     assert all(map(torch.equal, found, expected))
 
 
+def test_training_sets_are_packed_together(tmp_path: Path) -> None:
+    sampler = Packed("tokens", LENGTH, shares={"a": 1, "b": 3}, shares_of="documents")
+    sets: Any = {"a": Documents(60), "b": Documents(90)}
+    data = data_of(tmp_path, sets, sampler=sampler, with_row_numbers=True)
+    rows = torch.cat([batch["row_number"].flatten() for batch in batches_of(data)])
+    rows = rows[rows >= 0]
+    assert len(rows) == 150
+    assert int((rows < 60).sum()) == pytest.approx(150 / 4, abs=1)
+
+
 def test_folds_and_skipped_steps_are_those_of_other_orders(tmp_path: Path) -> None:
     whole = [batch["tokens"].clone() for batch in batches_of(data_of(tmp_path))]
     skipping = batches_of(data_of(tmp_path, skip_steps=[0, 3]))
