@@ -36,8 +36,8 @@ NAMES = {
         Packing Padded RowList Scaled
     """,
     "lightning_memmap.sampling": """
-        Bucketed ComputedSampler Curriculum DrawnSampler Fields Holdout KFold Mixture Packed Parts Pool
-        RandomSplit Sampler SamplerFactory Selection SequentialSampler ShuffledSampler Subset
+        Bucketed ComputedSampler Curriculum DrawnSampler Fields Holdout KFold Mixture Packed Parts
+        Pool RandomSplit Sampler SamplerFactory Selection SequentialSampler ShuffledSampler Subset
         TableSampler Weighted
     """,
     "lightning_memmap.schema": """
