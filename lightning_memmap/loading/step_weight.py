@@ -106,4 +106,6 @@ class DeliveredSteps:
         num_rows, weight = self._pending.popleft()
         candidates = (*self._discarded, *self._pending)
         self._discarded.clear()
-        return num_rows, weight, any(other != weight for _, other in candidates)
+        scale = weight.scale(1) if candidates else 1.0
+        is_ambiguous = any(other.scale(1) != scale for _, other in candidates)
+        return num_rows, weight, is_ambiguous

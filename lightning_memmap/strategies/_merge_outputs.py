@@ -56,6 +56,7 @@ class OutputMerger:
         row_ranges: The rows of the step that each replica has.
         device: The device of merged tensors.
         lengths: Knowledge about the outputs of the same method from earlier steps.
+        weights: The weight of each replica's loss; by default its rows.
     """
 
     def __init__(
@@ -63,9 +64,11 @@ class OutputMerger:
         row_ranges: Sequence[range],
         device: torch.device,
         lengths: OutputLengths | None = None,
+        weights: Sequence[float] = (),
     ) -> None:
         self._row_ranges = row_ranges
         self._rows = [len(rows) for rows in row_ranges]
+        self._weights = weights if any(weights) else self._rows
         self._device = device
         self._lengths = lengths or OutputLengths()
 
@@ -92,9 +95,9 @@ class OutputMerger:
         return merged if lacks_loss else {"loss": self.mean(losses), **merged}
 
     def mean(self, losses: Sequence[Tensor | None]) -> Tensor | None:
-        """Average losses, weighted by the rows of their replicas; None if all are None."""
-        pairs = zip(losses, self._rows, strict=True)
-        present = [(loss, rows) for loss, rows in pairs if loss is not None]
+        """Average losses by the weights of their replicas; None if all are None."""
+        pairs = zip(losses, self._weights, strict=True)
+        present = [(loss, weight) for loss, weight in pairs if loss is not None]
         if not present:
             return None
         return weighted_mean([loss for loss, _ in present], [n for _, n in present], self._device)
@@ -164,7 +167,9 @@ class OutputMerger:
         )
 
 
-def weighted_mean(values: Sequence[Tensor], weights: Sequence[int], device: torch.device) -> Tensor:
+def weighted_mean(
+    values: Sequence[Tensor], weights: Sequence[float], device: torch.device
+) -> Tensor:
     """Return ``sum(weight * value) / sum(weights)`` on a device, with gradients."""
     total = sum(weights)
     pairs = zip(values, weights, strict=True)

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_memmap.placement.topology import check_device
 from lightning_memmap.strategies._checked import CheckedStrategy
-from lightning_memmap.strategies._data_devices import SuperBatchMixin
+from lightning_memmap.strategies._weighted_loss import WeightedLoss
 
 
 class OneNode(CheckedStrategy, SingleDeviceStrategy):
@@ -69,7 +69,7 @@ class OneNode(CheckedStrategy, SingleDeviceStrategy):
         )
 
 
-class OneProcess(SuperBatchMixin, OneNode):
+class OneProcess(WeightedLoss, OneNode):
     """A strategy of one process whose data devices are the Trainer's devices, or a list of them."""
 
     what_it_is = "runs in a single process"

@@ -24,8 +24,16 @@ class ReplicaBatches:
     #: Shape (num_rows, 0): Lightning searches the fields of a dataclass for the number of rows.
     extent: Tensor
 
-    def __init__(self, batches: list[Any], row_ranges: list[range], device: torch.device) -> None:
+    def __init__(
+        self,
+        batches: list[Any],
+        row_ranges: list[range],
+        device: torch.device,
+        weights: Sequence[float] = (),
+    ) -> None:
         self.batches = batches
+        #: The weights of the losses of the batches; empty if these are their rows.
+        self.weights = weights
         #: The rows of the step that each batch has.
         self.row_ranges = row_ranges
         self.num_rows = sum(map(len, row_ranges))
@@ -35,12 +43,17 @@ class ReplicaBatches:
 
     @classmethod
     def of_devices(
-        cls, batches: list[Any], num_rows: int, first: int, device: torch.device
+        cls,
+        batches: list[Any],
+        num_rows: int,
+        first: int,
+        device: torch.device,
+        weights: Sequence[float] = (),
     ) -> "ReplicaBatches":
         """Wrap the batches of D data devices: row ``j`` is in batch ``(first + j) % D``."""
         count = len(batches)
         row_ranges = [range((index - first) % count, num_rows, count) for index in range(count)]
-        return cls(batches, row_ranges, device)
+        return cls(batches, row_ranges, device, weights)
 
     @classmethod
     def split(cls, batch: Any, devices: Sequence[torch.device]) -> "ReplicaBatches":

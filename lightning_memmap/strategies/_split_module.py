@@ -15,12 +15,13 @@ from typing_extensions import override
 
 from lightning_memmap._compat.loops import WEIGHT_AVERAGING
 from lightning_memmap.process_group import broadcast_all
+from lightning_memmap.strategies._processes import SeveralProcesses
 from lightning_memmap.strategies._weighted_loss import WeightedLoss
 
 _ALTERNATIVES = "train with memmap_superbatch_ddp, memmap_superbatch or ddp"
 
 
-class SplitModule(WeightedLoss):
+class SplitModule(WeightedLoss, SeveralProcesses):
     """A strategy that splits the module: it raises for features that need the whole of it."""
 
     #: The processes with the same buffers as this one; None for all.

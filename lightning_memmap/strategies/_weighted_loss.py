@@ -6,6 +6,10 @@ gradients are averaged over processes. With the factors 3 * 2 / 5 and 2 * 2 / 5,
     (loss_0 * 6 / 5 + loss_1 * 4 / 5) / 2  =  (3 * loss_0 + 2 * loss_1) / 5,
 
 the mean over all 5 rows. Only the last steps of an epoch can be uneven; otherwise the factor is 1.
+
+Packs are weighted by their targets instead of rows, in every step. The factor then also makes the
+mean over micro-batches that are accumulated the mean over all of their targets, which a single
+process needs too.
 """
 
 from typing import Any
@@ -21,11 +25,11 @@ from lightning_memmap.loading.nested import named_leaves
 from lightning_memmap.loading.step_weight import DeliveredSteps
 from lightning_memmap.placement.topology import data_parallel_rank
 from lightning_memmap.schema.fields import RowList
-from lightning_memmap.strategies._processes import SeveralProcesses
+from lightning_memmap.strategies._data_devices import SuperBatchMixin
 
 
-class WeightedLoss(SeveralProcesses):
-    """A strategy that averages gradients over processes, and scales each process's loss before."""
+class WeightedLoss(SuperBatchMixin):
+    """A strategy that scales the loss of each step before its gradients are averaged."""
 
     _loss_scale = 1.0
     _fetches_batches = False

@@ -128,7 +128,10 @@ class DataParallelStrategy(OneProcess):
             part = self.precision_plugin.convert_input(part)
             part = run_transfer_hook(self.module, part, dataloader_idx)
             batches.append(super().batch_to_device(part, part_device, dataloader_idx))
-        return ReplicaBatches.of_devices(batches, batch.num_rows, batch.first, self.root_device)
+        weights = batch.weight.parts
+        return ReplicaBatches.of_devices(
+            batches, batch.num_rows, batch.first, self.root_device, weights
+        )
 
     def _step(
         self, replicas: Replicas, module: Any, name: str, batch: Any, *args: Any, **kwargs: Any
@@ -150,7 +153,7 @@ class DataParallelStrategy(OneProcess):
             )
         merge_logs(replicas.logs, batch.row_ranges, module)
         lengths = self._lengths.setdefault(name, OutputLengths())
-        merger = OutputMerger(batch.row_ranges, self.root_device, lengths)
+        merger = OutputMerger(batch.row_ranges, self.root_device, lengths, batch.weights)
         if name != "training_step":
             return merger.merge(outputs)
         output = merger.training_output(outputs)

@@ -19,6 +19,7 @@ from lightning_memmap._compat.ddp import (
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.device_streams import has_streams, stream_module
 from lightning_memmap.process_group import broadcast, broadcast_all
+from lightning_memmap.strategies._processes import SeveralProcesses
 from lightning_memmap.strategies._weighted_loss import WeightedLoss
 
 #: Dtypes that NCCL can send only as bytes.
@@ -28,7 +29,7 @@ _UNKNOWN_TO_NCCL = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 
 
-class SuperBatchDDPStrategy(WeightedLoss, DDPStrategy):
+class SuperBatchDDPStrategy(WeightedLoss, SeveralProcesses, DDPStrategy):
     """Trains with DDP from data that all devices hold: each process owns several data devices.
 
     By default every device has a process that trains. With ``data_devices_per_process`` the devices

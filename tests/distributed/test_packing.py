@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.distributed.harness import launch
-from tests.distributed.scenarios.packing import LR, make_data, make_layers, token_losses
+from tests.distributed.scenarios.packing import LR, make_data, make_layers, run, token_losses
 
 EPOCHS = 2
 
@@ -30,6 +30,20 @@ def expected(path: Path, accumulated: int) -> tuple[list[torch.Tensor], int]:
             optimizer.step()
             num_steps += 1
     return [parameter.detach() for parameter in layers.parameters()], num_steps
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("memmap_superbatch", 2), ("memmap_dp", 1), ("memmap_dp", 4)]
+)
+def test_step_of_one_process_is_the_mean_over_all_of_its_tokens(
+    tmp_path: Path, strategy: str, devices: int, accumulated: int
+) -> None:
+    parameters, num_steps = expected(tmp_path / "expected", accumulated)
+    result = run(tmp_path / "run", strategy, devices, accumulated, EPOCHS)
+    assert result["steps"] == num_steps
+    for found, right in zip(result["parameters"], parameters, strict=True):
+        torch.testing.assert_close(found, right, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
