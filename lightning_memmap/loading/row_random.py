@@ -89,7 +89,10 @@ class RowRandom:
             positions: Ascending positions; see `Sampler.index`.
             seed: Seed of the numbers.
         """
-        rows = order.dataset_rows(epoch, positions)
+        rows = order.row_numbers(epoch, positions)
+        if rows.ndim > 1:
+            # A pack of several rows has the numbers of its position.
+            rows = np.array(positions)
         # A row that is drawn again has other numbers each time.
         drawn_at = None if order.draws_each_row_once else np.array(positions)
         return cls(rows, seed=seed, epoch=epoch, positions=drawn_at)

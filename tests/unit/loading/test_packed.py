@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import Packing
+from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.sampling import KFold, Packed
 from lightning_memmap.sampling.packed import PackedSampler
 
@@ -257,6 +258,22 @@ def test_five_resumes_on_other_numbers_of_processes_continue_the_epoch(tmp_path:
         state = loaders[0].state_dict()
     assert len(found) == len(expected)
     assert all(map(torch.equal, found, expected))
+
+
+def test_random_numbers_of_a_pack_are_those_of_its_position(tmp_path: Path) -> None:
+    def draw(batch: Any, random: RowRandom) -> Any:
+        return {**batch, "drawn": random.uniform(3)}
+
+    alone = [batch["drawn"].clone() for batch in batches_of(data_of(tmp_path, transform=draw))]
+    assert len(torch.cat(alone).unique(dim=0)) == sum(map(len, alone))
+    data = data_of(tmp_path, transform=draw, batch_size=2)
+    data.prepare_data()
+    data.setup("fit")
+    whole = data.train_dataloader().loader
+    ranks = [[batch["drawn"].clone() for batch in whole.of_process(rank, 2)] for rank in range(2)]
+    for step, drawn in enumerate(alone):
+        for rank in range(2):
+            assert torch.equal(ranks[rank][step], drawn[rank::2])
 
 
 def test_training_sets_are_packed_together(tmp_path: Path) -> None:
