@@ -23,7 +23,7 @@ from lightning_memmap.strategies import (
     LocalModelParallelStrategy,
     SuperBatchStrategy,
 )
-from lightning_memmap.transforms import OnSuperBatch
+from lightning_memmap.transforms import OnSuperBatch, RowRandom
 from tests.datasets import Ragged
 from tests.models import Points, make_trainer, weights
 from tests.simulated_gpu import devices
@@ -79,6 +79,12 @@ class Net(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+def row_noisy(batch: Any, random: RowRandom) -> Any:
+    """Add random numbers of each row, drawn on the device."""
+    noise = random.uniform(8) + random.randint(8, high=5) + random.uniform()[:, None]
+    return {**batch, "x": batch["x"] + torch.where(random.bernoulli(8, p=0.3), noise, 0.0)}
 
 
 def noisy(batch: Any, generator: torch.Generator) -> Any:
@@ -216,6 +222,8 @@ def test_superbatch_has_the_bits_of_the_cpu(
         (["cuda:1", "cuda:0", "cuda:1"], noisy),
         (["cuda:1", "cuda:0", "cuda:1"], OnSuperBatch(noisy)),
         (["cuda:1"], OnSuperBatch(noisy)),
+        (["cuda:1", "cuda:0", "cuda:1"], row_noisy),
+        (["cuda:0"] * 3, OnSuperBatch(row_noisy)),
     ],
 )
 def test_superbatch_on_named_devices_has_the_bits_of_the_cpu(

@@ -19,7 +19,8 @@ from lightning_memmap.errors import DatasetError
 from lightning_memmap.image_crop import Box, choose_box
 from lightning_memmap.images import decode_image
 from lightning_memmap.loading.row_random import RowRandom
-from lightning_memmap.schema import Decode
+from lightning_memmap.schema import Decode, Pad
+from lightning_memmap.schema.forms import center_crops
 from tests.datasets import photographs
 from tests.models import Brightness, make_trainer
 
@@ -253,3 +254,8 @@ def test_row_is_cropped_alike_on_any_number_of_devices(tmp_path: Path, files: li
 def test_invalid_crop_raises(make: Callable[[], Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_center_crops_replaces_random_crops_alone() -> None:
+    forms = {"image": Decode(size=8, crop="random_resized"), "sound": Pad(value=1)}
+    assert center_crops(forms) == {"image": Decode(size=8), "sound": Pad(value=1)}
