@@ -330,7 +330,7 @@ class WindowedRows(Rows):
         steps: Steps of each series, in storage order.
         length: Steps of a window.
         stride: Steps between the starts of neighbouring windows.
-        whole: The windows over all series of the dataset, if these are over a subset of them.
+        all_windows: The windows over all series of the dataset, if these are over a subset of them.
     """
 
     series: Rows
@@ -338,7 +338,7 @@ class WindowedRows(Rows):
     steps: Numbers
     length: int
     stride: int
-    whole: "WindowedRows | None" = None
+    all_windows: "WindowedRows | None" = None
     is_contiguous = True
 
     def __post_init__(self) -> None:
@@ -404,14 +404,14 @@ class WindowedRows(Rows):
 
     @override
     def dataset_rows(self, numbers: Integers) -> Integers:
-        if self.whole is None:
+        if self.all_windows is None:
             return numbers
         series, windows = _in_series(self._number_starts, numbers)
-        return windows + self.whole._number_starts[self.series.dataset_rows(series)]
+        return windows + self.all_windows._number_starts[self.series.dataset_rows(series)]
 
     def find(self, rows: Integers) -> tuple[Integers, Integers]:
         """Find windows by dataset row: the dataset row of the series, and the window in it."""
-        return _in_series((self.whole or self)._number_starts, rows)
+        return _in_series((self.all_windows or self)._number_starts, rows)
 
     @override
     def names(self, rows: Integers) -> list[Any]:

@@ -488,6 +488,8 @@ class GrowingStore(Store):
         serving: The rows that are written.
     """
 
+    _is_readable = False
+
     def __init__(self, path: Path, manifest: Manifest, serving: Serving) -> None:
         super().__init__(path, manifest, [])
         self.serving = serving

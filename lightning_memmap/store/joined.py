@@ -63,6 +63,8 @@ class JoinedStore(Store):
         stores: The stores by name. If one is at a URL, all its shards are downloaded.
     """
 
+    _is_readable = False
+
     def __init__(self, path: Path, stores: Mapping[str, Store]) -> None:
         _check_alike(stores)
         self._names = tuple(stores)

@@ -109,7 +109,7 @@ class _WindowFields:
 
     @property
     def num_rows(self) -> int:
-        return (self._windows.whole or self._windows).num_rows
+        return (self._windows.all_windows or self._windows).num_rows
 
     def values(self, field: str, rows: Integers | None = None) -> NDArray[Any]:
         series = self._all_series if rows is None else self._all_series[rows]

@@ -112,6 +112,9 @@ class Store:
     #: Rows that are being built or downloaded in the background; None if there are none.
     pending: PendingRows | None = None
 
+    #: Whether rows can be read without `_make_readable`.
+    _is_readable = True
+
     def __init__(self, path: Path, manifest: Manifest, columns: Sequence[OpenColumn]) -> None:
         self.path = path
         #: The directory of the column files. They never change.
@@ -224,7 +227,8 @@ class Store:
 
     def read_row(self, row: int, field: str | None = None) -> list[Tensor]:
         """Copy one row of all fields, or of one, once it has arrived."""
-        self._make_readable(np.array([row]), field)
+        if not self._is_readable:
+            self._make_readable(np.array([row]), field)
         columns = self.mapped_columns if field is None else [self.column(field)]
         return [column.row(row) for column in columns]
 
@@ -418,8 +422,10 @@ class Store:
         if not -self.num_rows <= index < self.num_rows:
             raise IndexError(f"row {row}: the store has {self.num_rows} rows")
         index %= self.num_rows
-        leaves = zip(self.schema.fields, self.read_row(index), strict=True)
-        return self._build([field.value(leaf) for field, leaf in leaves])
+        if not self._is_readable:
+            self._make_readable(np.array([index]))
+        columns = zip(self.schema.fields, self.mapped_columns, strict=True)
+        return self._build([field.value(column.row(index)) for field, column in columns])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return open_directory, (str(self.path), self.manifest.generation)

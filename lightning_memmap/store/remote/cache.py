@@ -129,6 +129,8 @@ def verify_store(
 class RemoteStore(Store):
     """An open store at a URL. Use `lightning_memmap.store.open_store` to get one."""
 
+    _is_readable = False
+
     def __init__(
         self,
         url: StoreUrl,
