@@ -206,7 +206,7 @@ def test_rows_are_read_in_the_order_of_need_some_steps_ahead(
         request(self, rows, *ranks)
 
     monkeypatch.setattr(Serving, "request", noted)
-    monkeypatch.setattr(loader, "_BLOCK_STEPS", 5)
+    monkeypatch.setattr(loader, "_LOCATED_STEPS", 5)
     module, size = Regression(), 4
     fit(tmp_path, module, Points(ROWS), "while_training", num_workers=1, batch_size=size)
     # A single row is what a set-up looks at.
