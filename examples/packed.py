@@ -115,7 +115,7 @@ def main(
         store_dir=store_dir,
         batch_size=packs // devices,
         sampler=Packed("tokens", length, weight="num_targets"),
-        variable={"labels": Pad(value=IGNORED)},
+        layout={"labels": Pad(value=IGNORED)},
     )
     trainer = L.Trainer(
         strategy=FSDP2Strategy(wrap_classes=["LlamaDecoderLayer"]),

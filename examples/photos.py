@@ -23,6 +23,7 @@ from examples.classifier import Classifier
 from examples.data.photographs import CLASSES, Photos
 from examples.networks import convolution
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.schema import Decode
 from lightning_memmap.transforms import RowRandom
 
 
@@ -117,7 +118,7 @@ def main(
         batch_size=32,
         transform=RandomCropAndFlip(),
         eval_transform=CropAndNormalize(),
-        variable={"image": "decode"} if encoded else None,
+        decode={"image": Decode()} if encoded else None,
     )
     trainer = L.Trainer(
         strategy=strategy,

@@ -83,7 +83,7 @@ def main(
         text_stream(0.95, 1.0, stride, file),
         store_dir=store_dir,
         batch_size=batch_size,
-        variable={"tokens": Windows(LENGTH + 1, stride)},
+        windows=Windows("tokens", LENGTH + 1, stride),
     )
     trainer = L.Trainer(
         strategy="memmap_superbatch",

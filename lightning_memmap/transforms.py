@@ -80,7 +80,7 @@ class PerSample:
             if isinstance(leaf, Tensor) and leaf.is_nested:
                 raise TypeError(
                     f"PerSample: the rows at batch{name} are a jagged tensor, which can't be"
-                    " collated from samples. Use variable={...: 'list'} or 'pad' for this field, or"
+                    " collated from samples. Use layout={...: 'list'} or 'pad' for this field, or"
                     " a transform of batches"
                 )
         by_row = [leaf for leaf in leaves.values() if isinstance(leaf, _BY_ROW)]

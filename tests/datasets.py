@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_memmap.loading import Padded
-from lightning_memmap.schema import Masked
+from lightning_memmap.schema import Decode, Masked
 from lightning_memmap.schema.fields import SIGNED
 from lightning_memmap.store import Store
 
@@ -230,8 +230,8 @@ class Mixed(Made):
     """Rows with a field of one shape, one that differs in two dimensions, text, records, None."""
 
     classes: ClassVar[list[str]] = ["odd", "even"]
-    forms: ClassVar[dict[str, Any]] = {
-        "box": {"form": "pad", "dims": 2}, "records": "pad", "maybe": "nullable"
+    declared: ClassVar[dict[str, Any]] = {
+        "variable": {"box": 2, "records": 1}, "nullable": ["maybe"]
     }  # fmt: skip
 
     def sample(self, row: int) -> dict[str, Any]:
@@ -340,7 +340,7 @@ def assert_has_objects(found: Any, rows: list[dict[str, Any]]) -> None:
 HEIGHT, WIDTH = 10, 7
 
 
-FORMS: dict[str, Any] = {"image": "decode", "mask": {"form": "decode", "mode": "L"}}
+DECODE: dict[str, Any] = {"image": Decode(), "mask": Decode("L")}
 
 
 def encoded(pixels: np.ndarray, kind: str = "PNG", **options: Any) -> bytes:

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -19,7 +19,7 @@ from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.row_file import RowFile
 from lightning_memmap.loading.split import SplitRows, largest_block_bytes, load_split
 from lightning_memmap.loading.super_batch import SuperBatch
-from lightning_memmap.loading.variable_batch import FormedCollate
+from lightning_memmap.loading.variable_batch import LayoutCollate
 from lightning_memmap.placement.plan import (
     Residency,
     SplitShards,
@@ -37,8 +37,7 @@ from lightning_memmap.sampling import (
 from lightning_memmap.sampling import factory as sampler_factory
 from lightning_memmap.sampling.rows import Integers, Rows, Shards, StoreRows, WindowedRows
 from lightning_memmap.sampling.schedule import Blocks, default_block
-from lightning_memmap.schema import Windows
-from lightning_memmap.schema.forms import read_forms
+from lightning_memmap.schema import Decode, Windows
 from lightning_memmap.store import Store
 from lightning_memmap.store.series import fields_of, windowed
 
@@ -141,7 +140,7 @@ def make_split(
     size: int = 1,
     window: int | None = None,
     subset: Chosen | None = None,
-    forms: dict[str, Any] | None = None,
+    decode: Mapping[str, Decode] | None = None,
 ) -> SplitRows:
     """The shards of one process on logical CPU devices."""
     topology = DataTopology((CPU,) * num_devices, rank, size)
@@ -156,7 +155,7 @@ def make_split(
             residency,
             budget_bytes={CPU: 2**40},
         )
-        return load_split(store, topology, placement.splits["train"], read_forms(forms))
+        return load_split(store, topology, placement.splits["train"], decode)
 
 
 def split_with(
@@ -165,14 +164,14 @@ def split_with(
     residency: tuple[Residency | None, ...],
     subset: Chosen | None = None,
     window: int | None = None,
-    forms: dict[str, Any] | None = None,
+    decode: Mapping[str, Decode] | None = None,
 ) -> SplitRows:
     """The rows of a split of a store, whose shards live where it is said."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the train rows are in .* shards, which")
         rows = chosen_of(store, subset)
         size = size_of(store.manifest, topology, rows, window)
-    return load_split(store, topology, replace(size, residencies=residency), read_forms(forms))
+    return load_split(store, topology, replace(size, residencies=residency), decode)
 
 
 def make_sampler(
@@ -210,7 +209,7 @@ def make_loader(
     size: int = 1,
     window: int | None = None,
     subset: Chosen | None = None,
-    forms: dict[str, Any] | None = None,
+    decode: Mapping[str, Decode] | None = None,
     **options: Any,
 ) -> SuperBatchLoader:
     """A loader of one process over logical CPU devices."""
@@ -222,7 +221,7 @@ def make_loader(
         size=size,
         window=window,
         subset=subset,
-        forms=forms,
+        decode=decode,
     )
     if residency == "stream" and window is None:
         window = default_block(split.pool.num_shards, store.manifest.row_bytes)
@@ -375,7 +374,7 @@ def read_in_blocks(monkeypatch: pytest.MonkeyPatch, block_bytes: int, read_bytes
 
 def make_window_loader(
     store: Store,
-    windows: Windows,
+    windows: Windows | None,
     num_devices: int = 1,
     batch_size: int = 12,
     *,
@@ -385,7 +384,6 @@ def make_window_loader(
     residency: str = "mmap",
     subset: Chosen | None = None,
     factory: SamplerFactory | None = None,
-    fields: tuple[str, ...] = ("value", "time"),
     window: int | None = None,
     memory: int = 2**40,
     **options: Any,
@@ -405,19 +403,21 @@ def make_window_loader(
             return SequentialSampler(pool, shuffle_block=block)
         return ShuffledSampler(pool, 5, block)
 
-    forms: Any = dict.fromkeys(fields, windows)
     topology = DataTopology((CPU,) * num_devices, rank, size)
-    chosen = windowed(store, chosen_of(store, subset), forms)
+    chosen = windowed(store, chosen_of(store, subset), windows)
     measure = partial(largest_block_bytes, store) if residency == "stream" else None
     sized = size_of(store.manifest, topology, chosen, window, order, measure)
     placement = plan_placement({"train": sized}, topology, residency, budget_bytes={CPU: memory})
     rows = load_split(store, topology, placement.splits["train"])
+    schema = store.schema
+    if windows is not None:
+        schema = schema.windowed(windows.fields, windows.length)
     return SuperBatchLoader(
         rows,
         topology,
         sized.order,
         batch_size,
-        collate=FormedCollate(store.schema, forms),
+        collate=LayoutCollate(schema),
         seed=5,
         **options,
     )

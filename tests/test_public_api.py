@@ -41,7 +41,7 @@ NAMES = {
         TableSampler Weighted
     """,
     "lightning_memmap.schema": """
-        Decode Form Jagged Masked Nullable Pad Rows Windows
+        Decode Layout Masked Pad Windows
     """,
     "lightning_memmap.store": """
         ColumnDataset Damage ImageFolder Store TarDataset TarStream TokenStream append_store
@@ -61,7 +61,8 @@ SIGNATURES = {
         store_dir, batch_size=32, transform=None, eval_transform=None, shuffle=True,
         drop_last=False, seed=0, num_shards=None, residency='auto', memory_fraction=0.7,
         num_workers=0, overwrite=False, fingerprint=None, subset=None, member=None,
-        shuffle_block=None, sampler=None, variable=None, with_row_numbers=False,
+        shuffle_block=None, sampler=None, variable=None, nullable=None,
+        layout=None, decode=None, windows=None, with_row_numbers=False,
         skip_steps=None, build='first', prefetch=None, eval_batch_size=None,
         datamodule=None
     """,

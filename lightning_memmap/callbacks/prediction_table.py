@@ -1,6 +1,6 @@
 """Stores the predictions of all processes in dataset order."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from lightning_memmap.placement.topology import data_parallel_rank
 from lightning_memmap.ranks import check_ranks_match, gather_from_ranks
 from lightning_memmap.sampling.rows import default_shards
 from lightning_memmap.schema.fields import Values
-from lightning_memmap.schema.forms import Form, read_forms
+from lightning_memmap.schema.forms import Declared, read_declared
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.directory import is_store
 from lightning_memmap.store.manifest import Manifest
@@ -52,8 +52,8 @@ class PredictionTable(BasePredictionWriter):
             ``memmap_independent`` each member writes its own store, and ``{member}`` in the path is
             replaced by its number.
         overwrite: Replace an existing store. It stays until the new one is complete.
-        variable: Fields whose rows may differ in length, each with a form, such as
-            ``{"mask": {"form": "pad", "dims": 2}}``: see `lightning_memmap.schema.Pad`.
+        variable: Fields whose rows may differ in length, or a dict with the number of leading
+            dimensions that may, such as ``{"mask": 2}``.
 
     Raises:
         StoreError: ``path`` exists; a row was not predicted, or predicted twice.
@@ -62,26 +62,18 @@ class PredictionTable(BasePredictionWriter):
             or dtype differs from earlier ones.
         ValueError: Not all batches are predicted, the rows of the batches are unknown, the name of
             a loader can't name a store, or ``{member}`` is in the path under another strategy.
-            A form in ``variable`` is not for rows that differ in length.
     """
 
     def __init__(
         self,
         path: str | Path,
         overwrite: bool = False,
-        variable: Mapping[str, Any] | None = None,
+        variable: list[str] | dict[str, int] | None = None,
     ) -> None:
         super().__init__("batch")
         self.path = Path(path).resolve()
         self.overwrite = overwrite
-        self._forms = read_forms(variable)
-        for name, form in self._forms.items():
-            if not form.dims or form.nullable:
-                raise ValueError(
-                    f"PredictionTable: variable: {form!r} for field {name!r} is not for rows that"
-                    " differ in length. Choose 'pad', or {'form': 'pad', 'dims': 2} for two"
-                    " dimensions"
-                )
+        self._declared = read_declared(variable, None)
         self._tables: list[_Table] = []
 
     @override
@@ -102,7 +94,7 @@ class PredictionTable(BasePredictionWriter):
         for (path, loader), num_batches in zip(
             loaders.items(), trainer.num_predict_batches, strict=True
         ):
-            table = _Table(path, self.overwrite, loader, self._forms)
+            table = _Table(path, self.overwrite, loader, self._declared)
             check_place(path, overwrite=self.overwrite)
             if num_batches < len(loader) and not getattr(trainer, "fast_dev_run", False):
                 raise _incomplete(trainer, f"{num_batches} of {len(loader)} batches")
@@ -145,10 +137,10 @@ class PredictionTable(BasePredictionWriter):
 class _Table:
     """The table of one loader, as one rank writes it."""
 
-    def __init__(self, path: Path, overwrite: bool, loader: Any, forms: Mapping[str, Form]) -> None:
+    def __init__(self, path: Path, overwrite: bool, loader: Any, declared: Declared) -> None:
         self._path = path
         self._overwrite = overwrite
-        self._forms = forms
+        self._declared = declared
         sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
         self._loader = sampler if isinstance(sampler, SuperBatchLoader) else None
         if self._loader is not None:
@@ -196,14 +188,14 @@ class _Table:
         """Check the rows of a batch, and stack them."""
         try:
             if self._schema is None:
-                self._schema = Schema.from_batch(prediction, self._forms)
+                self._schema = Schema.from_batch(prediction, self._declared)
             return self._schema.stack_batch(prediction)
         except SchemaError as error:
             raise SchemaError(
-                f"predict_step, batch {batch_idx}: {error}{self._needed_forms(prediction)}"
+                f"predict_step, batch {batch_idx}: {error}{self._needed_declaration(prediction)}"
             ) from error
 
-    def _needed_forms(self, prediction: Any) -> str:
+    def _needed_declaration(self, prediction: Any) -> str:
         """Return the argument that would accept a batch whose rows differ only in shape."""
         if self._schema is None:
             return ""
@@ -214,7 +206,7 @@ class _Table:
             return ""
         return (
             ". The first batch did not show that these rows differ in length:"
-            f" PredictionTable(..., variable={schema.arguments()})"
+            f" PredictionTable(..., {schema.declared})"
         )
 
     def finish(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -1,7 +1,7 @@
 """``lightning-memmap store plan``: which device holds which rows, and how long a build takes."""
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +59,8 @@ def plan(
     host_memory: str | None = None,
     memory_fraction: float = 0.7,
     num_workers: int = 0,
-    variable: Mapping[str, Any] | None = None,
+    variable: list[str] | dict[str, int] | None = None,
+    nullable: list[str] | None = None,
     pack: str | None = None,
 ) -> int:
     """Print which device would hold what, and how long a build takes.
@@ -72,7 +73,8 @@ def plan(
         host_memory: Memory of the host; by default what is free on this one.
         memory_fraction: Fraction of both for shards, above 0 and at most 1.
         num_workers: Worker processes of the trial build.
-        variable: With --dataset, fields that differ in length or may be None: see store build.
+        variable: With --dataset, fields that may differ in length: see store build.
+        nullable: With --dataset, fields that may be None: see store build.
         pack: Plan packed sequences of a stored field too: its name and their length, such as
             tokens=2048.
     """
@@ -81,7 +83,7 @@ def plan(
     if pack is not None and (dataset is not None or row_bytes is not None):
         raise ValueError(f"pack={pack!r}: needs the lengths of a store: pass its directory alone")
     if dataset is not None or row_bytes is not None:
-        trial = _run_trial(path, dataset, rows, row_bytes, num_workers, variable)
+        trial = _run_trial(path, dataset, rows, row_bytes, num_workers, variable, nullable)
         name = f"{trial.num_rows:,} rows of {trial.name}"
         table = plan_devices(
             {name: make_planned_manifest(trial.row_bytes, trial.num_rows)}, counts, machine
@@ -110,13 +112,19 @@ def _run_trial(
     rows: int | None,
     row_bytes: int | None,
     num_workers: int,
-    variable: Mapping[str, Any] | None,
+    variable: list[str] | dict[str, int] | None,
+    nullable: list[str] | None,
 ) -> Trial:
     """Store some rows of a dataset, or rows of a number of bytes, for a trial."""
     with _trial_folder(path) as folder:
         if row_bytes is None:
             return try_build(
-                dataset, folder, num_rows=rows, num_workers=num_workers, variable=variable
+                dataset,
+                folder,
+                num_rows=rows,
+                num_workers=num_workers,
+                variable=variable,
+                nullable=nullable,
             )
         if dataset is not None:
             raise ValueError(f"row_bytes={row_bytes}: --dataset measures them. Omit one of the two")

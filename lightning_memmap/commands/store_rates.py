@@ -2,7 +2,7 @@
 
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -83,7 +83,8 @@ def try_build(
     *,
     num_rows: int | None = None,
     num_workers: int = 0,
-    variable: Mapping[str, Any] | None = None,
+    variable: Sequence[str] | Mapping[str, int] | None = None,
+    nullable: Sequence[str] | None = None,
     clock: Callable[[], float] = perf_counter,
 ) -> Trial:
     """Store some rows of a dataset in a temporary directory, and remove them.
@@ -93,7 +94,8 @@ def try_build(
         folder: An existing folder, on the disk that the store is for.
         num_rows: Rows of the dataset; required if it has no length.
         num_workers: As for `build_store`.
-        variable: As for `build_store`.
+        variable: See `build_store`.
+        nullable: See `build_store`.
         clock: Returns the time in seconds.
 
     Raises:
@@ -120,6 +122,7 @@ def try_build(
                     num_shards=default_shards(total),
                     num_workers=num_workers,
                     variable=variable,
+                    nullable=nullable,
                     progress=False,
                 )
             seconds = clock() - start

@@ -22,14 +22,14 @@ from lightning_memmap.loading.device_streams import has_streams
 from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.loading.super_batch import Collate
 from lightning_memmap.loading.transform import DeviceTransform
-from lightning_memmap.loading.variable_batch import FormedCollate
+from lightning_memmap.loading.variable_batch import LayoutCollate
 from lightning_memmap.loading.variable_rows import VariableRows, rows_in_memory
 from lightning_memmap.placement.topology import DataTopology, data_parallel_rank, topology_of
 from lightning_memmap.sampling.rows import Rows, WindowedRows
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import BatchSchedule
 from lightning_memmap.schema.fields import Field
-from lightning_memmap.schema.forms import Form, read_forms
+from lightning_memmap.schema.forms import Decode, Layout
 from lightning_memmap.store import Store
 from lightning_memmap.store.sources.stream import is_stream
 
@@ -75,20 +75,19 @@ class PlainCollate:
         self,
         store: Store,
         rows: Rows,
-        forms: Mapping[str, Form],
+        layout: Mapping[str, Layout] | None,
+        decode: Mapping[str, Decode] | None,
         *,
         stored: bool,
         transform: Callable[..., Any] | None = None,
     ) -> None:
         self._schema = store.schema
-        self._forms = dict(forms)
+        if isinstance(rows, WindowedRows):
+            self._schema = self._schema.windowed(rows.fields, rows.length)
+        self._layout = layout
+        self._decode = decode
         self._stored = stored
-        windows = rows if isinstance(rows, WindowedRows) else None
-        self._fields = [
-            field.windowed(windows.length) if windows and field.name in windows.fields else field
-            for field in store.schema.fields
-        ]
-        self._is_plain = not stored and not any(field.num_variable for field in self._fields)
+        self._is_plain = not stored and not any(f.num_variable for f in self._schema.fields)
         self._build: Collate | None = None
         self._transform = None if transform is None else DeviceTransform(transform, CPU)
 
@@ -109,9 +108,9 @@ class PlainCollate:
             # Only now, from a sample that a worker has read: reading one before the workers are
             # forked would make them share the files that it opens.
             sample = None if self._stored else rows[0]
-            self._build = FormedCollate(self._schema, self._forms, sample)
+            self._build = LayoutCollate(self._schema, self._layout, self._decode, sample)
         leaves = rows if self._stored else map(self._schema.flatten, rows)
-        columns = zip(self._fields, zip(*leaves, strict=True), strict=True)
+        columns = zip(self._schema.fields, zip(*leaves, strict=True), strict=True)
         return self._build([_stack(field, column) for field, column in columns])
 
 
@@ -213,7 +212,8 @@ class PlainData(L.LightningDataModule):
         collate = PlainCollate(
             store,
             order.pool.rows,
-            read_forms(self._data.variable),
+            self._data.layout,
+            self._data.decode,
             stored=isinstance(rows, StoredRows),
             transform=None if here else transform,
         )

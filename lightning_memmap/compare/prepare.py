@@ -25,7 +25,7 @@ from lightning_memmap.loading.transform import BatchTransform, DeviceTransform
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import BatchSchedule
-from lightning_memmap.schema.forms import Form, read_forms
+from lightning_memmap.schema.forms import Decode, Layout
 from lightning_memmap.store import Store
 
 _PROBE_ROWS = 8
@@ -100,7 +100,7 @@ def prepare_store(
             f" step, but an epoch of the training split has {order.num_positions}. Choose smaller"
             " ones"
         )
-    read = stored_batches(store, order, read_forms(data.variable))
+    read = stored_batches(store, order, data.layout, data.decode)
     probes = range(min(_PROBE_ROWS, order.num_positions))
     steps = (divmod(index, len(schedule)) for index in range(num_steps))
     return {
@@ -126,11 +126,14 @@ def _is_random(transform: BatchTransform | None, read: Callable[[], Any], num_ro
 
 
 def stored_batches(
-    store: Store, order: Sampler, forms: Mapping[str, Form]
+    store: Store,
+    order: Sampler,
+    layout: Mapping[str, Layout] | None,
+    decode: Mapping[str, Decode] | None,
 ) -> Callable[[int, range], Any]:
     """Make a function that reads rows at positions of an epoch from a store, one by one."""
     rows = StoredRows(store, order.pool.rows)
-    collate = PlainCollate(store, order.pool.rows, forms, stored=True)
+    collate = PlainCollate(store, order.pool.rows, layout, decode, stored=True)
     return lambda epoch, positions: collate(
         [rows[row] for row in order.dataset_rows(epoch, positions).tolist()]
     )

@@ -27,7 +27,7 @@ from lightning_memmap.compare.parity import HashedTransform, hash_batch
 from lightning_memmap.compare.prepare import RunCLI
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.errors import MemmapError
-from lightning_memmap.schema.forms import center_crops, read_forms
+from lightning_memmap.schema.forms import center_crops
 
 #: Errors by which a strategy, a store or the Trainer rejects what is not supported.
 REFUSALS = (MemmapError, ValueError, TypeError, ModuleNotFoundError, MisconfigurationException)
@@ -109,8 +109,8 @@ def _record_hashes(
 ) -> MemmapDataModule:
     """Append the hash of each batch to a list, before the transform changes the batch."""
     # Random crops are not those of the rows that the store reads one by one.
-    if data.variable:
-        data = data.with_options(variable=center_crops(read_forms(data.variable)))
+    if data.decode:
+        data = data.with_options(decode=center_crops(data.decode))
     if spec.transform_is_random:
         data = data.with_options(transform=data.eval_transform)
     if data.transform is not None:

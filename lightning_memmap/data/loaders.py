@@ -15,9 +15,10 @@ from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.packed_batch import PackedCollate
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.super_batch import Collate
-from lightning_memmap.loading.variable_batch import FormedCollate
+from lightning_memmap.loading.variable_batch import LayoutCollate
 from lightning_memmap.sampling.packed import PackedSampler
 from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
+from lightning_memmap.schema.forms import read_declared
 from lightning_memmap.store.samples import first_sample
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
 
@@ -85,10 +86,13 @@ def make_loader(
 
 
 def _collate(split: str, set_up: SetUp, stores: SplitStores) -> Collate:
-    # The forms of the set-up, for which its rows were loaded.
+    # The options of the set-up, for which its rows were loaded.
     options = set_up.options
     dataset = stores.datasets[stores.parts(stores.stored_split(split))[0]]
     schema = set_up.stores[split].schema
+    schema.check_declared(read_declared(options.variable, options.nullable))
+    if options.windows is not None:
+        schema = schema.windowed(options.windows.fields, options.windows.length)
     sample = None
     if schema.has_classes and dataset is not None and not is_read_once(dataset):
         if is_stream(dataset):
@@ -99,6 +103,6 @@ def _collate(split: str, set_up: SetUp, stores: SplitStores) -> Collate:
     if isinstance(order, PackedSampler):
         lengths = set_up.stores[split].lengths
         return PackedCollate(
-            schema, order, options.forms, lengths, sample, options.with_row_numbers
+            schema, order, options.layout, lengths, sample, options.with_row_numbers
         )
-    return FormedCollate(schema, options.forms, sample, options.with_row_numbers)
+    return LayoutCollate(schema, options.layout, options.decode, sample, options.with_row_numbers)

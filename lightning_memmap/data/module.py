@@ -55,6 +55,7 @@ from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import SkippedSteps
 from lightning_memmap.sampling.selection import Selection, Subset
+from lightning_memmap.schema.forms import Windows
 from lightning_memmap.store import Store
 from lightning_memmap.store.growing import BackgroundBuild
 from lightning_memmap.store.paths import StoreUrl
@@ -142,13 +143,20 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             `lightning_memmap.sampling.Weighted`: a `lightning_memmap.sampling.SamplerFactory`, or a
             function of the `lightning_memmap.sampling.Pool` of rows and the seed that returns a
             `lightning_memmap.sampling.Sampler`.
-        variable: How batches represent fields whose rows differ in length, by field name:
-            ``"pad"``, the default, ``"jagged"``, ``"list"``, or a `lightning_memmap.schema.Form`
-            such as ``Pad(value=-1, multiple=8)``; in a config ``{form: pad, value: -1, multiple:
-            8}``. ``"decode"`` is for bytes that are images: see `lightning_memmap.schema.Decode`.
-            Name fields here if the first rows that are read do not show that they differ. The store
-            does not depend on the form. Lists of records and values that may be None are named here
-            too, with ``"list"`` and ``"nullable"``; see `lightning_memmap.schema.forms`.
+        variable: The names of fields and lists whose rows may differ in length, or a dict with the
+            number of leading dimensions that may, such as ``{"matrix": 2}``. Only needed if the
+            rows that a build reads first don't show it. Names in ``layout`` and ``windows`` count.
+        nullable: The names of fields and containers that may be None. Only needed if the rows that
+            a build reads first don't show it.
+        layout: How batches hold rows that differ in length, by name of the field or list:
+            ``"pad"``, the default of fields, ``"jagged"``, ``"list"``, the default of lists of
+            records, or a `lightning_memmap.schema.Layout` such as ``Pad(value=-1, multiple=8)``; in
+            a config ``{value: -1, multiple: 8}``. The store does not depend on it.
+        decode: A `lightning_memmap.schema.Decode`, or a dict of its arguments, for each field that
+            holds the bytes of image files: batches hold the images. The store does not depend on
+            it.
+        windows: A `lightning_memmap.schema.Windows`: fields that are cut into windows, each of
+            which is a row of an epoch. The store does not depend on it.
         with_row_numbers: Whether to add the rows of a batch in their dataset, int64 of shape (B,):
             under the key ``row_number`` if samples are dicts or TensorDicts, and else as the last
             item. For a subset too they are rows of the whole dataset.
@@ -213,7 +221,11 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         member: int | None = None,
         shuffle_block: int | None = None,
         sampler: SamplerFactory | Callable[[Pool, int], Sampler] | None = None,
-        variable: dict[str, Any] | None = None,
+        variable: list[str] | dict[str, int] | None = None,
+        nullable: list[str] | None = None,
+        layout: dict[str, Any] | None = None,
+        decode: dict[str, Any] | None = None,
+        windows: Windows | None = None,
         with_row_numbers: bool = False,
         skip_steps: range | list[int] | None = None,
         build: str = "first",

@@ -1,12 +1,13 @@
 """The options of a data module as its attributes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
 from lightning_memmap.data.options import OPTIONS, DataOptions
 from lightning_memmap.sampling.selection import Selection, Subset
+from lightning_memmap.schema.forms import Windows
 from lightning_memmap.store.paths import StoreUrl
 
 T = TypeVar("T")
@@ -61,7 +62,11 @@ class OptionAttributes:
     member = Option[int | None]()
     shuffle_block = Option[int | None]()
     sampler = Option[Any]()
-    variable = Option[Mapping[str, Any] | None]()
+    variable = Option[Sequence[str] | Mapping[str, int] | None]()
+    nullable = Option[Sequence[str] | None]()
+    layout = Option[Mapping[str, Any] | None]()
+    decode = Option[Mapping[str, Any] | None]()
+    windows = Option[Windows | None]()
     with_row_numbers = Option[bool]()
     skip_steps = Option[Any]()
     build = Option[str]()

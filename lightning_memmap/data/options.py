@@ -1,7 +1,7 @@
 """The options of a data module: one frozen value, checked when it is created."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -16,7 +16,16 @@ from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.sampler import Sampler, check_seed
 from lightning_memmap.sampling.schedule import steps_to_skip
 from lightning_memmap.sampling.selection import Selection, Subset
-from lightning_memmap.schema.forms import Form, read_forms
+from lightning_memmap.schema.forms import (
+    Declared,
+    Decode,
+    Layout,
+    Windows,
+    read_declared,
+    read_decode,
+    read_layouts,
+    read_windows,
+)
 from lightning_memmap.store.identity import check_given
 from lightning_memmap.store.manifest import check_num_shards
 from lightning_memmap.store.paths import StoreUrl, path_or_url
@@ -33,7 +42,7 @@ _COUNTS = {
 }
 #: Arguments of a DataLoader that a data module does not have, and their replacements.
 _LOADER_OPTIONS = {
-    "collate_fn": "use `variable` for rows of different lengths, and `transform` for the rest",
+    "collate_fn": "use `layout` for rows of different lengths, and `transform` for the rest",
     "pin_memory": "memory that a GPU reads is always pinned",
     "batch_sampler": "use `batch_size` and a `sampler` such as Bucketed",
     "prefetch_factor": "use `prefetch`, the number of steps to prefetch",
@@ -79,7 +88,11 @@ class DataOptions:
     member: int | None
     shuffle_block: int | None
     sampler: SamplerFactory | Callable[[Pool, int], Sampler] | None
-    variable: Mapping[str, Any] | None
+    variable: Sequence[str] | Mapping[str, int] | None
+    nullable: Sequence[str] | None
+    layout: Mapping[str, Layout] | None
+    decode: Mapping[str, Decode] | None
+    windows: Windows | None
     with_row_numbers: bool
     skip_steps: range | Sequence[int] | None
     build: str = "first"
@@ -113,7 +126,12 @@ class DataOptions:
         self._check_sampler()
         self._check_block()
         self._check_build()
-        read_forms(self.variable)
+        read_declared(self.variable, self.nullable)
+        if self.layout is not None:
+            object.__setattr__(self, "layout", read_layouts(self.layout))
+        if self.decode is not None:
+            object.__setattr__(self, "decode", read_decode(self.decode))
+        object.__setattr__(self, "windows", read_windows(self.windows))
         for argument, split in self.by_split():
             if str(split).partition("/")[0] not in SPLITS:
                 raise _no_split(argument, split, SPLITS)
@@ -237,9 +255,11 @@ class DataOptions:
         return self.residency == Residency.STREAM.value
 
     @property
-    def forms(self) -> dict[str, Form]:
-        """The forms of ``variable``, by name of the field."""
-        return read_forms(self.variable)
+    def declared(self) -> Declared:
+        """How rows may differ in a build: in length too if in ``layout`` or ``windows``."""
+        declared = read_declared(self.variable, self.nullable)
+        names = [*(self.layout or ()), *(self.windows.fields if self.windows else ())]
+        return replace(declared, variable={**dict.fromkeys(names, 1), **declared.variable})
 
     def selection(self, split: str) -> Selection | None:
         """Return the selection of a split's rows; None if it has all rows of its store."""

@@ -81,7 +81,7 @@ class Planner:
         """Divide a split into shards, choose its order, and measure the shards."""
         options = self.stores.options
         topology = self.topology
-        rows = windowed(store, self.stores.rows(split, store), options.forms)
+        rows = windowed(store, self.stores.rows(split, store), options.windows)
         num_shards = options.num_shards or store.manifest.shards_of(rows.num_rows)
         order = self._order(split, store, divide(split, rows, num_shards, topology))
         if order.num_shards != num_shards and not order.is_sequential:

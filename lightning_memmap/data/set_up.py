@@ -33,8 +33,8 @@ class SetUp:
         options = planner.stores.options
         rows = dict[str, SplitRows]()
         for split, store in stores.items():
-            forms = options.forms if split == "train" else center_crops(options.forms)
-            loaded = load_split(store, planner.topology, placement.splits[split], forms)
+            decode = options.decode if split == "train" else center_crops(options.decode)
+            loaded = load_split(store, planner.topology, placement.splits[split], decode)
             rows[split] = replace(loaded, are_numbered=options.with_row_numbers)
         return cls(planner, stores, placement, rows)
 

@@ -24,7 +24,6 @@ from lightning_memmap.errors import (
 )
 from lightning_memmap.sampling.rows import Integers, Rows
 from lightning_memmap.sampling.selection import Selection
-from lightning_memmap.schema.forms import Windows
 from lightning_memmap.store import Store, open_store
 from lightning_memmap.store.build import Asked, build
 from lightning_memmap.store.building import unfinished_build
@@ -86,11 +85,13 @@ class SplitStores:
         """Check that the options fit the datasets, either of which may have been set since."""
         self.check_datasets()
         self.options.check_splits(self.datasets)
-        forms = self.options.forms
-        windows = {name: form for name, form in forms.items() if isinstance(form, Windows)}
+        windows = self.options.windows
         for dataset in self.datasets.values():
             # A dataset whose rows are cut for certain windows, such as TokenStream.
-            if windows and (check := getattr(dataset, "check_windows", None)) is not None:
+            if (
+                windows is not None
+                and (check := getattr(dataset, "check_windows", None)) is not None
+            ):
                 check(windows)
 
     def check_datasets(self) -> None:
@@ -163,7 +164,7 @@ class SplitStores:
                 None if is_kept else options.num_shards,
                 options.num_workers,
                 options.fingerprint_of(split),
-                options.forms,
+                options.declared,
                 self.progress,
                 "store_dir",
             )
@@ -288,11 +289,10 @@ class SplitStores:
         try:
             return selection.subset(split, fold, store)
         except ValueError as error:
-            fields = [name for name, form in self.options.forms.items() if type(form) is Windows]
-            if not fields:
+            if (windows := self.options.windows) is None:
                 raise
             raise ValueError(
-                f"{error}. With Windows over {', '.join(map(repr, fields))},"
+                f"{error}. With Windows over {', '.join(map(repr, windows.fields))},"
                 f" subset={self.options.subset!r} selects whole series, each with all its windows"
             ) from error
 

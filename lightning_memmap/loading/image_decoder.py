@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.images import ImageError, ImageMissingError, ImageSizeError, decode_image
-from lightning_memmap.schema.forms import Decode, Form
+from lightning_memmap.schema.forms import Decode
 from lightning_memmap.store.store import Store
 
 
@@ -94,12 +94,12 @@ def image_failure(field: str, image: str, error: ImageError) -> DatasetError:
     return DatasetError(f"field {field!r}, {image}: {error}: {remedy}")
 
 
-def image_decoders(store: Store, forms: Mapping[str, Form]) -> dict[int, ImageDecoder]:
+def image_decoders(store: Store, decode: Mapping[str, Decode]) -> dict[int, ImageDecoder]:
     """Make the decoders of encoded images."""
     decoders = {}
     for index, field in enumerate(store.schema.fields):
-        form = forms.get(field.name)
-        if isinstance(form, Decode):
+        form = decode.get(field.name)
+        if form is not None:
             form.check(field)
             # All processes decode the same row, whether they hold it or not: the first with an
             # image, because rows without one may be in no split.

@@ -20,7 +20,7 @@ from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.sampling.packed import PackedSampler, Pieces
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sampling.sampler import Sampler
-from lightning_memmap.schema.forms import Form, Pad
+from lightning_memmap.schema.forms import Layout, Pad
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.structure import builder
 
@@ -105,7 +105,7 @@ class PackedCollate:
     Args:
         schema: The schema of the store.
         sampler: The order of the packs.
-        forms: The forms of fields; of `Pad`, the value is used.
+        layout: The layouts of fields; of `Pad`, the value is used.
         lengths: Returns the length of each row of a field.
         sample: A sample of the dataset, for its classes.
         with_row_numbers: Whether the last leaf has the row of each document.
@@ -118,7 +118,7 @@ class PackedCollate:
         self,
         schema: Schema,
         sampler: PackedSampler,
-        forms: Mapping[str, Form],
+        layout: Mapping[str, Layout] | None,
         lengths: Callable[[str], Integers],
         sample: Any = None,
         with_row_numbers: bool = False,
@@ -144,10 +144,11 @@ class PackedCollate:
         self._max_documents = sampler.max_documents
         self._max_seqlen = sampler.max_seqlen
         self._limits = dict(sampler.options.limits)
+        layouts = layout or {}
         index = {field.name: number for number, field in enumerate(structure.fields)}
         self._build = builder(structure, sample, index)
         self._packs = [
-            _packing_of(f, forms.get(f.name), self._limits, lengths) for f in schema.fields
+            _packing_of(f, layouts.get(f.name), self._limits, lengths) for f in schema.fields
         ]
         names = [field.name for field in schema.fields]
         self._packed_fields = {name: names.index(name) for name in self._limits}
@@ -176,7 +177,7 @@ _Pack = Callable[[PackedRows, int], Any]
 
 def _packing_of(
     field: Any,
-    form: Form | None,
+    layout: Layout | None,
     limits: Mapping[str, int],
     lengths: Callable[[str], Integers],
 ) -> _Pack:
@@ -190,12 +191,12 @@ def _packing_of(
             f"sampler=Packed(...): field {field.name!r} differs in {field.num_variable} dimensions,"
             " and packs concatenate along one: flatten it in the dataset"
         )
-    if form is not None and not isinstance(form, Pad) and not form.is_default:
+    if layout is not None and not isinstance(layout, Pad):
         raise ValueError(
-            f"variable: field {field.name!r} as {type(form).__name__} with sampler=Packed(...):"
-            " packed fields may have the form Pad(value=...) only"
+            f"layout: field {field.name!r} as {layout.name!r} with sampler=Packed(...): packed"
+            " fields may have the layout Pad(value=...) only"
         )
-    value = form.value if isinstance(form, Pad) else 0
+    value = layout.value if isinstance(layout, Pad) else 0
     if field.name in limits:
         limit = limits[field.name]
     else:

@@ -31,7 +31,7 @@ from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import Integers, StoreRows, WindowedRows
 from lightning_memmap.sampling.schedule import Blocks
 from lightning_memmap.schema.fields import Field
-from lightning_memmap.schema.forms import Form
+from lightning_memmap.schema.forms import Decode
 from lightning_memmap.store import Store
 from lightning_memmap.store.open_columns import ItemRows
 from lightning_memmap.store.store import PendingRows
@@ -80,7 +80,7 @@ def load_split(
     store: Store,
     topology: DataTopology,
     placement: SplitShards,
-    forms: Mapping[str, Form] | None = None,
+    decode: Mapping[str, Decode] | None = None,
 ) -> SplitRows:
     """Copy or map the shards of a split as planned.
 
@@ -88,17 +88,17 @@ def load_split(
         store: The store of the split.
         topology: The devices of this process.
         placement: The residency of each shard.
-        forms: The layouts of fields, by name.
+        decode: The fields that are decoded, by name.
     """
     pool = placement.pool
     cut = pool.rows.fields if isinstance(pool.rows, WindowedRows) else ()
     if cut:
         store = store.completed()
-    decoders = image_decoders(store, forms or {})
+    decoders = image_decoders(store, decode or {})
     if decoders and cut:
         raise ValueError(
-            f"variable: field {cut[0]!r} is cut into windows, and images are decoded for each row"
-            " of a batch, not for each step of a window. Use one of the two."
+            f"decode={[*(decode or ())]}: windows= cuts field {cut[0]!r}, and images are decoded"
+            " for each row of a batch, not for each step of a window. Use one of the two."
         )
     held = [shard for shard, residency in enumerate(placement.residencies) if residency is not None]
     shards = _stored_shards(store, pool, held)
@@ -126,19 +126,18 @@ def load_split(
         default = default_threads(topology.num_local_processes)
         options = [decoder.form.num_threads for decoder in decoders.values()]
         images = Images(decoders, max(default if count is None else count for count in options))
-    fields = list[Field]()
-    row_bytes = 0
-    for column in store.manifest.columns:
-        field = column.field
-        if isinstance(pool.rows, WindowedRows) and field.name in cut:
-            field = field.windowed(pool.rows.length)
-        fields.append(field)
-        row_bytes += column.mean_bytes(1) if field.num_variable else field.row_bytes
+    schema = store.schema
+    if isinstance(pool.rows, WindowedRows):
+        schema = schema.windowed(pool.rows.fields, pool.rows.length)
+    row_bytes = sum(
+        column.mean_bytes(1) if field.num_variable else field.row_bytes
+        for column, field in zip(store.manifest.columns, schema.fields, strict=True)
+    )
     return SplitRows(
         pool,
         tuple(sources),
         source_of_shard,
-        fields,
+        schema.fields,
         row_bytes,
         images,
         pending=store.pending,

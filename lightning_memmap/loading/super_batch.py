@@ -34,7 +34,7 @@ from lightning_memmap.loading.transform import (
 )
 from lightning_memmap.schema.fields import RowList
 
-#: Nests one leaf per field like the dataset's samples; see `FormedCollate`.
+#: Nests one leaf per field like the dataset's samples; see `LayoutCollate`.
 Collate: TypeAlias = Callable[[Sequence[Any]], Any]
 
 

@@ -1,6 +1,6 @@
 """What a batch has for fields whose rows differ in length, and how it is put together."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,17 +11,19 @@ from lightning_memmap.loading.buffers import byte_pool
 from lightning_memmap.loading.image_decoder import Scaled
 from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.schema.fields import Field
-from lightning_memmap.schema.forms import Decode, Form, Pad, Rows
+from lightning_memmap.schema.forms import Decode, Layout, ListOfRows, Pad
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.structure import Node, builder, leaf_node
 from lightning_memmap.tensordict_types import tensordict_types
 
 #: The key of the row numbers in a batch.
 ROW_NUMBER = "row_number"
+_PAD = Pad()
+_LIST = ListOfRows()
 
 
-class FormedCollate:
-    """Nests a batch like the dataset's samples, with each variable field in its form.
+class LayoutCollate:
+    """Nests a batch like the dataset's samples, with each variable field in its layout.
 
     The leaves of the fields may be followed by row numbers, and by the places of decoded images.
     """
@@ -29,134 +31,150 @@ class FormedCollate:
     def __init__(
         self,
         schema: Schema,
-        variable: Mapping[str, Form] | None = None,
+        layout: Mapping[str, Layout] | None = None,
+        decode: Mapping[str, Decode] | None = None,
         sample: Any = None,
         with_row_numbers: bool = False,
     ) -> None:
         self._with_row_numbers = with_row_numbers
         if with_row_numbers:
             _check_has_place(schema.structure)
-        forms = _forms_of_fields(schema, variable or {})
-        structure, self._masked = _with_masks(schema.structure, forms)
+        self._decode = decode or {}
+        _check_decode(schema, self._decode)
+        layouts = _layouts(schema, layout or {}, self._decode.keys())
+        scaled = {name for name, value in self._decode.items() if value.with_scale}
+        structure, self._masked = _with_masks(schema.structure, layouts, scaled)
         index = {field.name: number for number, field in enumerate(structure.fields)}
         self._build = builder(structure, sample, index)
-        self._names = [field.name for field in schema.fields]
-        self._forms = [
-            (form, byte_pool()) if (form := forms.get(field.name)) else None
-            for field in schema.fields
+        self._fields = [
+            (field.name, layouts.get(field.name, _LIST), byte_pool()) for field in schema.fields
         ]
 
     def __call__(self, leaves: Sequence[Tensor | VariableRows]) -> Any:
         """Make a batch."""
-        others: Iterator[Any] = iter(leaves[len(self._forms) :])
+        others: Iterator[Any] = iter(leaves[len(self._fields) :])
         numbers = next(others) if self._with_row_numbers else None
         made = list[Any]()
-        for name, formed, leaf in zip(self._names, self._forms, leaves, strict=False):
-            if formed is None:
-                made.append(leaf)
-                continue
-            form, allocate = formed
-            if name in self._masked and isinstance(leaf, VariableRows):
-                padded = form.batch(leaf.replaced(allocate=allocate))
+        for (name, layout, allocate), leaf in zip(self._fields, leaves, strict=False):
+            decode = self._decode.get(name)
+            if not isinstance(leaf, VariableRows):
+                is_scaled = decode is not None and decode.with_scale
+                made.append(Scaled.of(leaf, next(others)) if is_scaled else leaf)
+            elif decode is not None:
+                made.append(leaf.replaced(allocate=allocate).decoded(decode))
+            elif name in self._masked:
+                padded = layout.batch(leaf.replaced(allocate=allocate))
                 made += [padded.values, padded.mask()]
-            elif isinstance(leaf, VariableRows):
-                made.append(form.batch(leaf.replaced(allocate=allocate)))
-            elif isinstance(form, Decode) and form.with_scale:
-                made.append(Scaled.of(leaf, next(others)))
             else:
-                made.append(leaf)
+                made.append(layout.batch(leaf.replaced(allocate=allocate)))
         batch = self._build(made)
         return _numbered(batch, numbers) if self._with_row_numbers else batch
 
 
 def _with_masks(
-    node: Node, forms: Mapping[str, Form], is_record: bool = False
+    node: Node, layouts: Mapping[str, Layout], scaled: Collection[str], is_record: bool = False
 ) -> tuple[Node, set[str]]:
     """Add a mask to the structure of a TensorDict, after each of its padded fields.
 
     Args:
         node: The structure of a sample.
-        forms: The forms of the fields that differ in length.
+        layouts: The layouts of the fields that differ in length.
+        scaled: The fields that are decoded with their scales.
         is_record: Whether it is in a list of records.
 
     Returns:
         The structure, and the names of the fields that a mask follows.
 
     Raises:
-        ValueError: A TensorDict has no place for what a form makes.
+        ValueError: A TensorDict cannot hold a field in its layout.
     """
     keys, children, masked = [*node.keys], list[Node](), set[str]()
     is_record |= node.kind == "records"
     for index, child in enumerate(node.children):
-        changed, names = _with_masks(child, forms, is_record)
+        changed, names = _with_masks(child, layouts, scaled, is_record)
         children.append(changed)
         masked |= names
         if node.kind != "tensordict" or child.field is None:
             continue
         name = child.field.name
-        form = forms.get(name)
-        if isinstance(form, Pad):
+        layout = layouts.get(name)
+        if isinstance(layout, Pad):
             keys.insert(len(children), mask := f"{node.keys[index]}_mask")
             children.append(leaf_node(Field(f"{name}_mask", torch.bool, (None,))))
             masked.add(name)
             if mask in node.keys:
                 raise ValueError(
-                    f"variable: field {name!r} is padded, and the TensorDict has a key"
-                    f" {mask!r} of its own, where its mask would be: choose 'jagged', or rename"
-                    " the key in the dataset"
+                    f"layout: field {name!r} is padded, and the TensorDict has a key {mask!r} of"
+                    " its own, where its mask would be: choose 'jagged', or rename the key in the"
+                    " dataset"
                 )
-        elif isinstance(form, Rows if not is_record else ()) or getattr(form, "with_scale", False):
+        elif name in scaled or (isinstance(layout, ListOfRows) and not is_record):
+            what = "decode with with_scale=True" if name in scaled else "layout 'list'"
             raise ValueError(
-                f"variable: field {name!r} as {type(form).__name__}, and a TensorDict has"
-                " tensors alone: choose 'pad' or 'jagged', or give a dict in the dataset"
+                f"{what}: field {name!r} is in a TensorDict, which has tensors alone: choose"
+                " another layout, leave with_scale out, or return a dict in the dataset"
             )
     return replace(node, keys=tuple(keys), children=tuple(children)), masked
 
 
-def _forms_of_fields(schema: Schema, variable: Mapping[str, Form]) -> dict[str, Form]:
-    """The form of each field whose rows differ in length, checked; see `FormedCollate`."""
+def _check_decode(schema: Schema, decode: Mapping[str, Decode]) -> None:
+    """Check that fields hold one image in each row."""
     fields = {field.name: field for field in schema.fields}
-    optional, lists = schema.optional, schema.lists
-    given = {name: form for name, form in variable.items() if not form.is_default}
-    for name, form in variable.items():
-        if form.takes_bytes and name in {**optional, **lists}:
+    for name, value in decode.items():
+        if name in schema.optional or name in schema.lists:
             raise ValueError(
-                f"variable: images of field {name!r} may be missing or several, and 'decode' is"
-                " for one in each row: leave it out, and decode the bytes in the transform"
+                f"decode: images of field {name!r} may be missing or several, but there must be"
+                " one in each row: leave it out, and decode the bytes in the transform"
             )
-        if name in lists or (form.nullable and name in optional):
-            continue
-        if form.nullable and name in fields:
-            raise ValueError(
-                f"variable: in the store, no row of field {name!r} may be None: leave that out,"
-                " or build the store again with overwrite=True"
-            )
-        if name not in fields:
-            raise ValueError(
-                f"variable: in the store, {schema.why_no_field(name)}. If the dataset has it now,"
-                " build the store again with overwrite=True"
-            )
-        form.check(fields[name])
-    forms: dict[str, Form] = {}
+        schema.check_name("decode", name)
+        value.check(fields[name])
+
+
+def _layouts(
+    schema: Schema, given: Mapping[str, Layout], decoded: Collection[str]
+) -> dict[str, Layout]:
+    """Return the layout of each field whose rows differ in length, checked."""
+    fields = {field.name: field for field in schema.fields}
+    lists = schema.lists
+    for name in given.keys() - lists.keys():
+        schema.check_name("layout", name)
+        _check_layout(name, fields.get(name), decoded)
+    layouts: dict[str, Layout] = {}
     for name, field in fields.items():
         if field.num_variable:
-            form = given.get(name, Pad())
-            forms[name] = Rows() if field.is_text and not form.takes_bytes else form
-    masks = {*optional.values()}
-    for name, inner in lists.items():
-        numbers = [each for each in inner if not fields[each].is_text]
+            layouts[name] = _LIST if field.is_text else given.get(name, _PAD)
+    masks = {*schema.optional.values()}
+    for name, names in lists.items():
+        numbers = [each for each in names if not fields[each].is_text]
         for each in numbers:
-            form = given.get(each, given.get(name, Rows()))
-            forms[each] = form.of_mask() if each in masks else form
-        if len({isinstance(forms[each], Rows) for each in numbers}) > 1:
+            layout = given.get(each, given.get(name, _LIST))
+            layouts[each] = layout.for_mask() if each in masks else layout
+        if len({isinstance(layouts[each], ListOfRows) for each in numbers}) > 1:
             raise ValueError(
-                f"variable: some fields of the list {name!r} are given row by row and others"
-                f" are not: name a form for all of them, such as variable={{{name!r}: 'pad'}}"
+                f"layout: some fields of the list {name!r} are lists of rows and others are not:"
+                f" name a layout for all of them, such as layout={{{name!r}: 'pad'}}"
             )
-    for name, form in forms.items():
+    for name, layout in layouts.items():
         if not fields[name].is_text:
-            form.check(fields[name])
-    return forms
+            layout.check(fields[name])
+    return layouts
+
+
+def _check_layout(name: str, field: Field | None, decoded: Collection[str]) -> None:
+    """Check that a layout may be chosen for a field that is not a list."""
+    if field is None:
+        raise ValueError(f"layout: {name!r} has several fields: name those")
+    if name in decoded:
+        raise ValueError(f"layout: images of field {name!r} are decoded: leave it out")
+    if field.is_text:
+        raise ValueError(
+            f"layout: field {name!r} is {field.kind}, which is a list in any case: leave it out"
+        )
+    if not field.num_variable:
+        raise ValueError(
+            f"layout: in the store, all rows of field {name!r} have the shape {field.shape}: leave"
+            " it out, or build the store again with overwrite=True"
+        )
 
 
 def _check_has_place(node: Node) -> None:

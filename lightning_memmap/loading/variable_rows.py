@@ -194,7 +194,7 @@ class VariableRows:
         num_bytes = len(self) * math.prod(widths) * self.field.item_bytes
         if num_bytes > _MANY_BYTES and num_bytes > available_bytes():
             raise ValueError(
-                f"variable: {len(self)} rows of field {self.field.name!r}, padded to {widths}, need"
+                f"layout: {len(self)} rows of field {self.field.name!r}, padded to {widths}, need"
                 f" {num_bytes} bytes, more than this machine has free: use Pad with a smaller"
                 f" multiple than {multiple}, or smaller batches"
             )

@@ -9,10 +9,10 @@ length. What is None in some rows has a field beside it that says in which.
 `Schema` is a value: it touches no file.
 """
 
-from lightning_memmap.schema.forms import Decode, Form, Jagged, Nullable, Pad, Rows, Windows
+from lightning_memmap.schema.forms import Decode, Layout, Pad, Windows
 from lightning_memmap.schema.structure import Masked
 
-__all__ = ["Decode", "Form", "Jagged", "Masked", "Nullable", "Pad", "Rows", "Windows"]
+__all__ = ["Decode", "Layout", "Masked", "Pad", "Windows"]
 
 
 def __dir__() -> list[str]:

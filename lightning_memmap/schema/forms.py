@@ -1,12 +1,10 @@
-"""Forms: how a batch gives a field whose rows differ in length or are encoded images, and what to
-expect of its rows.
-"""
+"""What a user says about fields: how a batch holds them, and what a build cannot see yet."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from reprlib import repr as short_repr
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from typing_extensions import override
@@ -16,103 +14,65 @@ from lightning_memmap.images import CHANNELS, check_mode, parse_size
 from lightning_memmap.schema.fields import Field, dtype_name, name_as_stored
 from lightning_memmap.schema.kinds import Bytes
 
+Options = TypeVar("Options", "Pad", "Decode", "Windows")
+
 
 class FetchedRows(Protocol):
-    """The rows of one field in a step, of which a `Form` makes what the batch has for them."""
+    """The rows of one field in a step, from which a `Layout` makes its part of the batch."""
 
     def padded(self, value: float, multiple: int) -> Any:
-        """A `lightning_memmap.loading.Padded`; see `Pad`."""
+        """Return a `lightning_memmap.loading.Padded`; see `Pad`."""
 
     def jagged(self) -> Any:
-        """A nested tensor of torch, with ``layout=torch.jagged``."""
+        """Return a nested tensor with ``layout=torch.jagged``."""
 
     def listed(self) -> Any:
-        """A `lightning_memmap.schema.RowList` with one tensor, or one text, for each row."""
-
-    def decoded(self, form: "Decode") -> Any:
-        """Images, uint8 of shape (B, channels, height, width)."""
+        """Return a `lightning_memmap.loading.RowList` with one tensor, or one text, per row."""
 
 
-class Form:
-    """How a batch gives a field, for ``MemmapDataModule(variable={"field": form})``.
+class Layout:
+    """How a batch holds rows that differ in length: ``MemmapDataModule(layout={"field": layout})``.
 
-    `Pad`, `Jagged` and `Rows` are for rows that differ in length, `Windows` for series, `Decode`
-    for bytes that are images, and `Nullable` for rows that may be None. A new one is a class like
-    these, and its name in ``_FORMS``.
+    A new layout is a subclass that implements `batch`. Pass an instance of it.
     """
 
-    #: The name of this form, as in ``variable={"audio": "pad"}``.
+    #: The name of this layout, as in ``layout={"audio": "pad"}``.
     name: ClassVar[str]
-    #: Whether all rows of the field may have one shape.
-    takes_one_shape: ClassVar[bool] = False
-    #: Whether it is for bytes, one in each row. Others leave texts and bytes as they are.
-    takes_bytes: ClassVar[bool] = False
-    #: Whether a batch gives the field as it does without a form.
-    is_default: ClassVar[bool] = False
-    #: Leading dimensions that may differ from row to row, and whether rows may be None.
-    dims: int = 0
-    nullable: bool = False
 
     def check(self, field: Field) -> None:
-        """Check that batches can give a field in this form.
+        """Check that a batch can hold a field in this layout.
 
         Args:
-            field: The field.
+            field: A field whose rows differ in length, but no text.
 
         Raises:
-            ValueError: They cannot.
+            ValueError: It cannot.
         """
-        if field.is_text:
-            raise ValueError(
-                f"variable: field {field.name!r} is {field.kind}, which batches give as a list in"
-                " any case: leave it out"
-            )
-        if not (field.num_variable or self.takes_one_shape):
-            raise ValueError(
-                f"variable: in the store, all rows of field {field.name!r} have the shape"
-                f" {field.shape}: leave it out, or build the store again with overwrite=True"
-            )
 
-    def of_mask(self) -> "Form":
-        """The form of a mask beside a field that has this form: where the field has values."""
+    def for_mask(self) -> "Layout":
+        """Return the layout of the mask of records that may be None, whose field has this one."""
         return self
 
     def batch(self, rows: FetchedRows) -> Any:
-        """Make what a batch has for some rows.
+        """Make what the batch holds for this field.
 
         Args:
             rows: The rows of one step.
         """
-        return rows.listed()
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class _Variable(Form):
-    """A form of rows that differ in length, with the arguments that all of these have."""
-
-    dims: int = 1
-    nullable: bool = False
-
-    def __post_init__(self) -> None:
-        name, reason = type(self).__name__, "at least 1 dimension differs from row to row"
-        object.__setattr__(self, "dims", check_integer(f"{name}: dims", self.dims, 1, reason))
-        if not isinstance(self.nullable, bool):
-            raise TypeError(f"{name}: nullable={self.nullable!r}: give True or False")
-
-
-@dataclass(frozen=True)
-class Pad(_Variable):
-    """Pads rows that differ in length: a batch has a `lightning_memmap.loading.Padded`.
-
-    Rows are padded to the longest one of their step.
+class Pad(Layout):
+    """Pads rows to the longest of their step: a batch holds a `lightning_memmap.loading.Padded`.
 
     Args:
-        dims: Leading dimensions that may differ from row to row, at least 1. Needed only while the
-            store is built, if the first rows that are read do not show it.
-        nullable: Whether rows may be None. Needed only while the store is built, if the first rows
-            that are read do not show it.
         value: What the rows are padded with.
         multiple: The padded length is a multiple of this, at least 1.
+
+    Raises:
+        TypeError: An argument is not a number.
+        ValueError: ``multiple`` is less than 1.
     """
 
     name = "pad"
@@ -120,32 +80,29 @@ class Pad(_Variable):
     multiple: int = 1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not isinstance(self.value, (bool, int)):
             object.__setattr__(self, "value", check_number("Pad: value", self.value))
-        reason = "the padded length is a multiple of this: give 1 or more"
+        reason = "the padded length is a multiple of this: pass 1 or more"
         multiple = check_integer("Pad: multiple", self.multiple, 1, reason)
         object.__setattr__(self, "multiple", multiple)
 
     @override
     def check(self, field: Field) -> None:
-        super().check(field)
         try:
             torch.tensor([self.value]).to(field.dtype)
             fits = torch.tensor([self.value], dtype=field.dtype).item() == self.value
         except (RuntimeError, OverflowError):
             fits = False
-        # Others round what they are padded with.
+        # Floating point dtypes round the value.
         is_exact = not (field.dtype.is_floating_point or field.dtype.is_complex)
         if is_exact and not fits:
             raise ValueError(
-                f"variable: field {field.name!r} is {dtype_name(field.dtype)}, which does not have"
-                f" the value {self.value!r} to pad with: choose another value"
+                f"layout: field {field.name!r} is {dtype_name(field.dtype)}, which cannot hold"
+                f" Pad(value={self.value!r}): choose another value"
             )
 
     @override
-    def of_mask(self) -> Form:
-        # What the values are padded with is no value of a mask.
+    def for_mask(self) -> Layout:
         return replace(self, value=0)
 
     @override
@@ -153,23 +110,16 @@ class Pad(_Variable):
         return rows.padded(self.value, self.multiple)
 
 
-@dataclass(frozen=True)
-class Jagged(_Variable):
-    """Gives rows that differ in one dimension as a nested tensor with ``layout=torch.jagged``.
-
-    Args:
-        dims: As of `Pad`.
-        nullable: As of `Pad`.
-    """
+class Jagged(Layout):
+    """Holds rows that differ in one dimension as a nested tensor with ``layout=torch.jagged``."""
 
     name = "jagged"
 
     @override
     def check(self, field: Field) -> None:
-        super().check(field)
         if field.num_variable > 1:
             raise ValueError(
-                f"variable: field {field.name!r} differs in {field.num_variable} dimensions, and a"
+                f"layout: field {field.name!r} differs in {field.num_variable} dimensions, and a"
                 " jagged tensor in one: choose 'pad' or 'list'"
             )
 
@@ -178,47 +128,56 @@ class Jagged(_Variable):
         return rows.jagged()
 
 
-@dataclass(frozen=True)
-class Rows(_Variable):
-    """Gives rows that differ in length as a list with one tensor for each row.
-
-    Args:
-        dims: As of `Pad`.
-        nullable: As of `Pad`.
-    """
+class ListOfRows(Layout):
+    """Holds rows as a list with one tensor, or one text, for each."""
 
     name = "list"
 
+    @override
+    def batch(self, rows: FetchedRows) -> Any:
+        return rows.listed()
+
+
+LAYOUTS: dict[str, type[Layout]] = {kind.name: kind for kind in (Pad, Jagged, ListOfRows)}
+
 
 @dataclass(frozen=True)
-class Windows(Form):
-    """Cuts rows that are series into windows of one length, each of which is a row of a batch.
+class Windows:
+    """Windows over rows that are series: ``MemmapDataModule(windows=Windows(...))``.
 
-    The windows of a series begin at its steps ``0``, ``stride``, ``2 * stride`` and so on, as far
-    as they lie within it: a series that is shorter than a window has none. They are views, so
-    nothing is stored twice. All fields of the split that are cut have the same windows. The rows
-    may differ in length, or all have one shape.
+    Each window is a row of a batch, (length, ...). The windows of a series begin at its steps
+    ``0``, ``stride``, ``2 * stride`` and so on, as far as they lie within it: a series that is
+    shorter than a window has none. They are views, so nothing is stored twice. The series may
+    differ in length, or all have one shape.
 
     Args:
+        fields: The name of the field that is cut into windows, or the names of several, which have
+            the same number of steps in each row. Other fields repeat the row of their series.
         length: Steps of a window, at least 1.
-        stride: Steps from the beginning of a window to that of the next one, at least 1. Windows
-            overlap if it is less than the length.
+        stride: Steps from the beginning of a window to the next one, at least 1. Windows overlap if
+            it is less than the length.
+
+    Raises:
+        TypeError: A name is not a string, or a number of steps not an integer.
+        ValueError: There is no field, a field is named twice, or a number is less than 1.
     """
 
-    name = "windows"
-    takes_one_shape = True
-    dims = 1
+    fields: str | Sequence[str]
     length: int
     stride: int
 
     def __post_init__(self) -> None:
+        names = check_names("Windows: fields", self.fields)
+        if not names:
+            raise ValueError("Windows: fields=[]: name at least one field")
+        object.__setattr__(self, "fields", names)
         for name in ("length", "stride"):
             steps = check_integer(f"Windows: {name}", getattr(self, name), 1, "at least 1 step")
             object.__setattr__(self, name, steps)
 
 
 @dataclass(frozen=True)
-class Decode(Form):
+class Decode:
     """Decodes images that the store keeps as the bytes of JPEG, PNG and other files.
 
     Threads decode the images of the next step while a step is used. A batch has uint8 of shape
@@ -246,8 +205,6 @@ class Decode(Form):
         ValueError: An argument is out of range.
     """
 
-    name = "decode"
-    takes_bytes = True
     mode: str = "RGB"
     size: tuple[int, int] | None = None
     num_threads: int | None = None
@@ -270,19 +227,15 @@ class Decode(Form):
                 " pass a size, and leave with_scale out"
             )
 
-    @override
     def check(self, field: Field) -> None:
+        """Raise a ValueError for a field that doesn't hold bytes."""
         if isinstance(field.kind, Bytes) and not field.kind.many:
             return
         raise ValueError(
-            f"variable: field {field.name!r} is {field}, and 'decode' is for the bytes of image"
-            " files: if its images are stored decoded, leave it out; otherwise give bytes in the"
-            " dataset, such as pathlib.Path(...).read_bytes()"
+            f"decode: field {field.name!r} is {field}, not the bytes of image files: if its images"
+            " are stored decoded, leave it out; otherwise return bytes in the dataset, such as"
+            " pathlib.Path(...).read_bytes()"
         )
-
-    @override
-    def batch(self, rows: FetchedRows) -> Any:
-        return rows.decoded(self)
 
     @property
     def shape(self) -> tuple[int, int, int] | None:
@@ -291,57 +244,133 @@ class Decode(Form):
 
 
 @dataclass(frozen=True)
-class Nullable(Form):
-    """Says that rows may be None, if the first rows that are read do not show it.
+class Declared:
+    """What may differ from row to row, where the rows that a build reads first don't show it."""
 
-    Otherwise a batch gives the field as it does by default.
-    """
+    #: By name of a field or list, the number of leading dimensions that may differ.
+    variable: Mapping[str, int] = field(default_factory=dict)
+    #: Fields and containers that may be None.
+    nullable: frozenset[str] = frozenset()
 
-    name = "nullable"
-    is_default = True
-    nullable = True
+    @property
+    def names(self) -> frozenset[str]:
+        """All names."""
+        return self.nullable | self.variable.keys()
+
+    def beyond(self, other: "Declared") -> "Declared":
+        """Return what this declares and another one doesn't."""
+        variable = {
+            name: count
+            for name, count in self.variable.items()
+            if count != other.variable.get(name)
+        }
+        return Declared(variable, self.nullable - other.nullable)
+
+    def __str__(self) -> str:
+        """The arguments of `build_store` that declare this."""
+        is_list = all(count == 1 for count in self.variable.values())
+        variable = [*self.variable] if is_list else dict(self.variable)
+        arguments = [f"variable={variable}"] * bool(variable)
+        arguments += [f"nullable={sorted(self.nullable)}"] * bool(self.nullable)
+        return ", ".join(arguments)
 
 
-_FORMS: dict[str, type[Form]] = {
-    form.name: form for form in (Pad, Jagged, Rows, Windows, Decode, Nullable)
-}
+def read_declared(
+    variable: Collection[str] | Mapping[str, int] | None, nullable: Collection[str] | None
+) -> Declared:
+    """Check the arguments ``variable`` and ``nullable`` of a build."""
+    names = frozenset(check_names("nullable", nullable))
+    if not isinstance(variable, Mapping):
+        return Declared(dict.fromkeys(check_names("variable", variable), 1), names)
+    check_names("variable", list(variable))
+    why = "the number of leading dimensions that may differ from row to row, at least 1"
+    counts = {
+        name_as_stored(name): check_integer(f"variable[{name!r}]", count, 1, why)
+        for name, count in variable.items()
+    }
+    return Declared(counts, names)
 
 
-def center_crops(forms: Mapping[str, Form]) -> dict[str, Form]:
-    """Return the forms with crops in the centre instead of random ones."""
+def center_crops(decode: Mapping[str, Decode] | None) -> dict[str, Decode]:
+    """Return the same decoding with crops in the centre instead of random ones."""
+    return {name: replace(value, crop="center") for name, value in (decode or {}).items()}
+
+
+def check_names(argument: str, names: str | Collection[str] | None) -> tuple[str, ...]:
+    """Check names of fields, and return them as they are stored."""
+    if names is None:
+        return ()
+    listed = [names] if isinstance(names, str) else names
+    if not isinstance(listed, (Sequence, Set)) or not all(isinstance(name, str) for name in listed):
+        raise TypeError(f"{argument}={short_repr(names)}: pass a list of the names of fields")
+    stored = tuple(map(name_as_stored, listed))
+    if len(set(stored)) < len(stored):
+        raise ValueError(f"{argument}={short_repr(names)}: a field is named twice")
+    return stored
+
+
+def read_layouts(layout: Mapping[str, Any] | None) -> dict[str, Layout]:
+    """Check the argument ``layout``, and return a layout for each name of a field as stored."""
+    example = "{'audio': 'pad'}, or {'audio': Pad(value=-1)}"
     return {
-        name: replace(form, crop="center") if isinstance(form, Decode) else form
-        for name, form in forms.items()
+        name_as_stored(name): _layout(name, value)
+        for name, value in _check_mapping("layout", layout, example).items()
     }
 
 
-def read_forms(given: Mapping[str, Any] | None) -> dict[str, Form]:
-    """Check the argument ``variable`` of a data module or of a build."""
-    if not isinstance(given, Mapping | None):
+def _layout(name: str, value: Any) -> Layout:
+    if isinstance(value, Layout) and type(value) is not Layout:
+        return value
+    if isinstance(value, Mapping):
+        return _made(Pad, f"layout[{name!r}]", value)
+    if isinstance(value, str) and value in LAYOUTS:
+        return LAYOUTS[value]()
+    raise ValueError(
+        f"layout[{name!r}]={short_repr(value)}: choose one of {', '.join(LAYOUTS)}, or pass the"
+        " arguments of Pad, such as {'value': -1, 'multiple': 8}"
+    )
+
+
+def read_decode(decode: Mapping[str, Any] | None) -> dict[str, "Decode"]:
+    """Check the argument ``decode``, and return a value for each name of a field as stored."""
+    example = "{'image': Decode(size=224)}"
+    found = {}
+    for name, value in _check_mapping("decode", decode, example).items():
+        if isinstance(value, Mapping):
+            value = _made(Decode, f"decode[{name!r}]", value)
+        if not isinstance(value, Decode):
+            raise TypeError(f"decode[{name!r}]={short_repr(value)}: pass a Decode, as in {example}")
+        found[name_as_stored(name)] = value
+    return found
+
+
+def read_windows(windows: Any) -> Windows | None:
+    """Check the argument ``windows``."""
+    if isinstance(windows, Mapping):
+        return _made(Windows, "windows", windows)
+    if windows is None or isinstance(windows, Windows):
+        return windows
+    raise TypeError(
+        f"windows={short_repr(windows)}: pass Windows(fields=['x'], length=10, stride=5)"
+    )
+
+
+def _check_mapping(argument: str, value: Any, example: str) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise TypeError(
-            f"variable={short_repr(given)}: give a form for each field, such as"
-            " variable={'audio': 'pad'}"
+            f"{argument}={short_repr(value)}: pass a dict by names of fields, such as {example}"
         )
-    for name in given or {}:
-        if not isinstance(name, str):
-            raise TypeError(f"variable={short_repr(given)}: {name!r} is no name of a field")
-    return {name_as_stored(name): _form(name, form) for name, form in (given or {}).items()}
+    return value
 
 
-def _form(name: str, given: Any) -> Form:
-    if isinstance(given, Form) and type(given) is not Form:
-        return given
-    arguments = dict(given) if isinstance(given, Mapping) else {"form": given}
-    kind = arguments.pop("form", None)
-    if not isinstance(kind, str) or kind not in _FORMS:
-        way_out = f"choose one of {', '.join(_FORMS)}"
-        if isinstance(given, Mapping) and kind is None:
-            way_out += ", and give its name with all of its arguments, as in {form: pad, value: -1}"
-        raise ValueError(f"variable: {short_repr(given)} for field {name!r} is no form: {way_out}")
+def _made(kind: type[Options], argument: str, arguments: Mapping[str, Any]) -> Options:
+    """Make a value from its arguments in a config."""
     try:
-        return _FORMS[kind](**arguments)
+        return kind(**arguments)
     except (TypeError, ValueError) as error:
         known = ""
-        if is_argument_mismatch(error):  # An argument is missing, or is none of the form's.
-            known = f": form {kind!r} has {', '.join(signature(_FORMS[kind]).parameters)}"
-        raise type(error)(f"variable: field {name!r}: {error}{known}") from error
+        if is_argument_mismatch(error):  # An argument is missing or unknown.
+            known = f": {kind.__name__} has {', '.join(signature(kind).parameters)}"
+        raise type(error)(f"{argument}: {error}{known}") from error

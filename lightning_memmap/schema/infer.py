@@ -1,6 +1,6 @@
 """Inference: the structure and the fields that all of some samples have, found path by path."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_memmap.errors import MismatchError, SchemaError
 from lightning_memmap.schema.fields import Field, dtype_name, field_name, where
-from lightning_memmap.schema.forms import Form
+from lightning_memmap.schema.forms import Declared
 from lightning_memmap.schema.kinds import is_missing, to_array
 from lightning_memmap.schema.stack import array_dtype, numbers_array, numbers_dtype, rows_apart
 from lightning_memmap.schema.structure import (
@@ -35,7 +35,7 @@ MIN_NUMBERS = 16
 class Inference:
     """Looks at the values of all samples at one path, or at what a batch has there."""
 
-    forms: Mapping[str, Form]
+    declared: Declared
     is_batch: bool = False
 
     def part(
@@ -50,9 +50,9 @@ class Inference:
             raise SchemaError("the sample is None: leave the row out of the dataset")
         if not given:
             return NONE
-        form = self.forms.get(field_name(path)) if path and not is_record else None
+        is_nullable = bool(path) and not is_record and field_name(path) in self.declared.nullable
         found = self._given(given, path, in_record)
-        if len(given) == len(values) and not (form is not None and form.nullable):
+        if len(given) == len(values) and not is_nullable:
             return found
         return _optional(found, path)
 
@@ -72,7 +72,7 @@ class Inference:
 
     def _list(self, kind: Any, lists: Sequence[Sequence[Any]], path: Path, in_record: bool) -> Node:
         lengths = set(map(len, lists))
-        differ, is_declared = len(lengths) > 1, field_name(path) in self.forms
+        differ, is_declared = len(lengths) > 1, field_name(path) in self.declared.variable
         if lengths == {0}:
             return Node(kind)
         if differ or is_declared or in_record or min(lengths) >= MIN_NUMBERS:

@@ -1,6 +1,6 @@
 """The schema of a store: its fields, and the nesting of a sample around them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from reprlib import repr as short_repr
@@ -16,7 +16,7 @@ from lightning_memmap.schema.fields import (
     field_name,
     name_as_given,
 )
-from lightning_memmap.schema.forms import Form
+from lightning_memmap.schema.forms import Declared
 from lightning_memmap.schema.held import HeldSamples, Sharing
 from lightning_memmap.schema.infer import Inference, merged_shapes
 from lightning_memmap.schema.stack import Batch, Samples, stack
@@ -24,7 +24,7 @@ from lightning_memmap.schema.structure import Node, builder
 
 #: Each field is a file and a mapping, of which a process has at most some ten thousand.
 MAX_FIELDS = 4096
-_NO_FORMS: Mapping[str, Form] = {}
+_NOTHING = Declared()
 
 
 @dataclass(frozen=True)
@@ -48,30 +48,30 @@ class Schema:
         return self.structure.fields
 
     @classmethod
-    def infer(cls, samples: Sequence[Any], forms: Mapping[str, Form] = _NO_FORMS) -> "Schema":
+    def infer(cls, samples: Sequence[Any], declared: Declared = _NOTHING) -> "Schema":
         """Find the schema that samples have in common."""
-        found = cls(Inference(forms).part(samples, ()))
+        found = cls(Inference(declared).part(samples, ()))
         if not found.fields and not found.unknown.keys() - {"value"}:
             raise SchemaError(
                 f"the sample {short_repr(samples[0])} holds no tensor, array or number"
             )
-        return found._declaring(forms)
+        return found._declaring(declared)
 
-    def _declaring(self, variable: Mapping[str, Form]) -> "Schema":
-        """The schema of samples that may differ from those of this one as forms say."""
-        waiting = tuple(f"{name}." for name in self.unknown)
+    def _declaring(self, declared: Declared) -> "Schema":
+        """Return the schema of samples that may differ from those of this one as declared."""
+        unknown = tuple(f"{name}." for name in self.unknown)
         names = {field.name for field in self.fields} | {*self.unknown, *self.lists, *self.optional}
-        for name in variable:
-            if name not in names and not name.startswith(waiting):
-                raise SchemaError(f"variable: {self.why_no_field(name)}")
+        for name in declared.names:
+            if name not in names and not name.startswith(unknown):
+                argument = "nullable" if name in declared.nullable else "variable"
+                raise SchemaError(f"{argument}: {self.why_no_field(name)}")
         counts = dict[str, int]()
         for field in self.fields:
-            form = variable.get(field.name)
-            count = form.dims if form is not None else 0
+            count = declared.variable.get(field.name, 0)
             if count and field.is_text and field.name not in self.lists:
                 raise SchemaError(
-                    f"variable: field {field.name!r} is {field.kind}, which batches give as a list"
-                    " in any case: leave it out"
+                    f"variable: field {field.name!r} is {field.kind}, whose rows may always differ"
+                    " in length, and which is a list in a batch: leave it out"
                 )
             if count > len(field.shape):
                 raise SchemaError(
@@ -80,6 +80,43 @@ class Schema:
                 )
             counts[field.name] = max(count, field.num_variable)
         return Schema(self.structure.map_fields(lambda f: f.varying(counts[f.name])))
+
+    def check_declared(self, declared: Declared) -> None:
+        """Check that the rows of a store may differ as declared.
+
+        Raises:
+            ValueError: They may not.
+        """
+        fields = {field.name: field for field in self.fields}
+        again = "or build the store again with overwrite=True"
+        for name in declared.nullable - self.optional.keys():
+            self.check_name("nullable", name)
+            raise ValueError(
+                f"nullable: in the store, no row of field {name!r} may be None: leave it out,"
+                f" {again}"
+            )
+        for name in declared.variable.keys() - self.lists.keys():
+            self.check_name("variable", name)
+            if name in fields and not fields[name].num_variable:
+                raise ValueError(
+                    f"variable: in the store, all rows of field {name!r} have the shape"
+                    f" {fields[name].shape}: leave it out, {again}"
+                )
+
+    def check_name(self, argument: str, name: str) -> None:
+        """Check that a field, a list or an optional part of a store has the name."""
+        names = {field.name for field in self.fields} | {*self.lists, *self.optional}
+        if name not in names:
+            raise ValueError(
+                f"{argument}: in the store, {self.why_no_field(name)}. If the dataset has it now,"
+                " build the store again with overwrite=True"
+            )
+
+    def windowed(self, names: Collection[str], length: int) -> "Schema":
+        """Return the schema of windows over rows, where some fields are cut into windows."""
+        return Schema(
+            self.structure.map_fields(lambda f: f.windowed(length) if f.name in names else f)
+        )
 
     @property
     def unknown(self) -> dict[str, str]:
@@ -105,22 +142,16 @@ class Schema:
         """The name of the mask of each field or container that may be None, by its name."""
         return {field_name(path): node.mask for path, node in self.structure.walk() if node.mask}
 
-    def arguments(self) -> dict[str, Any]:
-        """The argument ``variable`` that admits all samples of this schema."""
-        lists, found = self.lists, dict[str, dict[str, Any]]()
+    @property
+    def declared(self) -> Declared:
+        """What must be declared to admit all samples of this schema."""
+        lists = self.lists
         in_lists = {name for names in lists.values() for name in names}
-        for name in lists:
-            found[name] = {"form": "list"}
+        variable = dict.fromkeys(lists, 1)
         for field in self.fields:
-            count = field.num_variable
-            if count > (field.name in in_lists) and not field.is_text:
-                form = "list" if field.name in in_lists else "pad"
-                found[field.name] = {"form": form} if count == 1 else {"form": form, "dims": count}
-        for name in self.optional:
-            found[name] = (
-                {**found[name], "nullable": True} if name in found else {"form": "nullable"}
-            )
-        return {name: each if len(each) > 1 else each["form"] for name, each in found.items()}
+            if field.num_variable > (field.name in in_lists) and not field.is_text:
+                variable[field.name] = field.num_variable
+        return Declared(variable, frozenset(self.optional))
 
     def why_no_field(self, name: str) -> str:
         """Say why no field has a name, and which one may be meant."""
@@ -143,12 +174,12 @@ class Schema:
         return Schema(self.structure.map_fields(merged))
 
     @classmethod
-    def from_batch(cls, batch: Any, forms: Mapping[str, Form] = _NO_FORMS) -> "Schema":
-        """Describe the rows of a batch, which may differ from it as forms say."""
-        found = cls(Inference({}, is_batch=True).part([batch], ()))
+    def from_batch(cls, batch: Any, declared: Declared = _NOTHING) -> "Schema":
+        """Describe the rows of a batch; other batches may differ from it as declared."""
+        found = cls(Inference(_NOTHING, is_batch=True).part([batch], ()))
         if not found.fields:
             raise SchemaError(f"{batch!r} holds no tensor")
-        return found._declaring(forms)
+        return found._declaring(declared)
 
     @property
     def has_classes(self) -> bool:

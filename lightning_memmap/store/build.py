@@ -7,7 +7,7 @@ old store and then those of the dataset; the rows of a stream are first put into
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,7 +20,7 @@ from torch.utils.data import Subset
 
 from lightning_memmap.errors import DatasetError, StoreError, check_integer, with_article
 from lightning_memmap.sampling.rows import Shards, default_shards
-from lightning_memmap.schema.forms import Form, read_forms
+from lightning_memmap.schema.forms import Declared, read_declared
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.building import (
     NUM_PARTS,
@@ -61,7 +61,8 @@ def build_store(
     overwrite: bool = False,
     progress: bool = True,
     fingerprint: str | None = None,
-    variable: Mapping[str, Any] | None = None,
+    variable: Sequence[str] | Mapping[str, int] | None = None,
+    nullable: Sequence[str] | None = None,
 ) -> Store:
     """Store a dataset, or open the store where it was built before from the same dataset.
 
@@ -90,10 +91,11 @@ def build_store(
         fingerprint: The identity of the dataset in your own words, such as a version or a hash: a
             string that changes whenever the rows do. It alone then decides whether a store, or an
             interrupted build, is of this dataset, and no row is read to find out.
-        variable: The fields and lists whose rows may differ in length, or be None, each with a
-            form, such as ``{"audio": "pad", "objects": "list", "age": "nullable"}``. Those that do
-            among the first rows that are read need not be named. Of the form only ``dims`` and
-            ``nullable`` matter here; see `lightning_memmap.schema.forms`.
+        variable: The names of fields and lists whose rows may differ in length, needed only where
+            the rows that are read first do not show it. Where more than one leading dimension may
+            differ, a dict with the number of them, such as ``{"matrix": 2}``.
+        nullable: The names of fields whose rows may be None, needed only where the rows that are
+            read first do not show it.
 
     Returns:
         The open store.
@@ -110,8 +112,8 @@ def build_store(
             in the way; or the store would have more fields or shards than can be opened.
         OSError: The disk is full, or the files cannot be written.
     """
-    forms = read_forms(variable)
-    asked = Asked(dataset, path, num_shards, num_workers, fingerprint, forms, progress)
+    declared = read_declared(variable, nullable)
+    asked = Asked(dataset, path, num_shards, num_workers, fingerprint, declared, progress)
     return build(asked, overwrite=overwrite)
 
 
@@ -145,7 +147,7 @@ def _build(asked: "Asked", *, overwrite: bool, part: tuple[int, int] | None = No
         identity = asked.identity
         if asked.is_stream:
             with asked.show("reading", None, 0) as advance:
-                spool = Spool(dataset, directory.path, advance, asked.forms)
+                spool = Spool(dataset, directory.path, advance, asked.declared)
             stack.callback(spool.close)
             workers, probes = stack.enter_context(Workers(spool, 0)), _probes_of(spool)
         else:
@@ -188,7 +190,8 @@ def build_part(
     overwrite: bool = False,
     progress: bool = True,
     fingerprint: str | None = None,
-    variable: Mapping[str, Any] | None = None,
+    variable: Sequence[str] | Mapping[str, int] | None = None,
+    nullable: Sequence[str] | None = None,
 ) -> None:
     """Write one part of a store. `finish_store` makes the store once all parts are written.
 
@@ -208,7 +211,8 @@ def build_part(
         progress: Show a progress bar.
         fingerprint: The identity of the dataset in your own words. It alone then decides whether
             the parts are of one dataset.
-        variable: The fields whose rows may differ in length, each with a form.
+        variable: Fields whose rows may differ in length; see `build_store`.
+        nullable: Fields whose rows may be None.
 
     Raises:
         TypeError: The dataset has no length, or an argument has the wrong type.
@@ -222,8 +226,8 @@ def build_part(
         OSError: The disk is full, or the files cannot be written.
     """
     index, num_parts = check_part(part)
-    forms = read_forms(variable)
-    asked = Asked(dataset, path, num_shards, num_workers, fingerprint, forms, progress)
+    declared = read_declared(variable, nullable)
+    asked = Asked(dataset, path, num_shards, num_workers, fingerprint, declared, progress)
     if asked.is_stream:
         raise ValueError(
             f"part={index}/{num_parts} of a {type(dataset).__name__}: which rows it gives is known"
@@ -329,7 +333,7 @@ def append_store(
         StoreError: It is damaged, or may not be replaced by this process.
         OSError: The disk is full, or the files cannot be written.
     """
-    asked = Asked(dataset, path, None, num_workers, fingerprint, {}, progress)
+    asked = Asked(dataset, path, None, num_workers, fingerprint, Declared(), progress)
     if asked.is_stream:
         raise ValueError(
             f"{with_article(type(dataset).__name__)}: only a map-style dataset can be appended;"
@@ -379,7 +383,7 @@ class Asked:
     num_shards: int | None
     num_workers: int
     fingerprint: str | None
-    forms: Mapping[str, Form]
+    declared: Declared
     progress: bool = True
     #: The argument that decides the path, for messages.
     argument: str = "path"
@@ -422,7 +426,7 @@ class Asked:
 
     def probes(self, workers: Workers) -> Probes:
         """Read the probe rows."""
-        return take_probes(workers, len(self.dataset), self.forms, telling_samples)
+        return take_probes(workers, len(self.dataset), self.declared, telling_samples)
 
     def draft(self, rows: Any, probes: Probes, identity: Fingerprint, **more: str) -> Manifest:
         """The manifest of the store, before a row is written."""

@@ -351,7 +351,7 @@ class BackgroundBuild:
             draft = Manifest.draft(shards.num_rows, shards.num_shards, _ANY_SCHEMA)
             planned[name] = Store(request.directory.path, draft, ())
         probers = {
-            name: calling(read_probes, request.forms, telling_samples)
+            name: calling(read_probes, request.declared, telling_samples)
             for name, request in asked.items()
         }
         identities = dict[str, Fingerprint]()

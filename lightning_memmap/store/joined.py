@@ -368,7 +368,7 @@ def _check_alike(stores: Mapping[str, Store]) -> None:
                     f"train_dataset: field {one.name!r} is {one} ({one.kind}) in {name!r}, and"
                     f" {other_name!r} has {two.name!r}, {two} ({two.kind}). Training sets that are"
                     " mixed need the same fields. If only lengths differ, name the field in"
-                    " variable={...} and build the stores again with overwrite=True."
+                    " variable=[...] and build the stores again with overwrite=True."
                 )
         if first.schema != other.schema:
             names = [[field.name for field in store.schema.fields] for store in (first, other)]

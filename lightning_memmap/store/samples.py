@@ -21,7 +21,7 @@ from torch.utils.data import Subset
 from lightning_memmap.errors import DatasetError, MismatchError, SchemaError, describe_error
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.schema.fields import Values, field_name
-from lightning_memmap.schema.forms import Form, read_forms
+from lightning_memmap.schema.forms import Declared
 from lightning_memmap.schema.held import Sharing, copied
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.files import leaf_bytes
@@ -32,8 +32,7 @@ NUM_PROBES = 8
 _HELD_BYTES, _MAX_HELD_ROWS = 2**20, 1024
 #: The most rows that are read to find out what a list consists of that is empty in the first ones.
 MAX_PROBES = 1024
-#: By name, what a user declares; and what makes samples of a table that tell more than its rows.
-Forms = Mapping[str, Form]
+#: What makes samples of a table that tell more than its rows.
 Tell = Callable[[Any], Sequence[Any]]
 _ONE_STRUCTURE = (
     "All rows of a store share one structure, and each field one dtype and number of dimensions:"
@@ -167,14 +166,14 @@ def _gives_many(dataset: Any) -> bool:
     return many is not object and issubclass(many, one)
 
 
-def infer_schema(samples: Sequence[Any], rows: Sequence[int], forms: Forms) -> Schema:
+def infer_schema(samples: Sequence[Any], rows: Sequence[int], declared: Declared) -> Schema:
     """Find the schema of samples; see `Schema.infer`. An error names the row."""
     with suppress(SchemaError):
-        return Schema.infer(samples, forms)
+        return Schema.infer(samples, declared)
     schema: Schema | None = None
     for count, (row, sample) in enumerate(zip(rows, samples, strict=True), 1):
         try:
-            schema = Schema.infer(samples[:count], forms)
+            schema = Schema.infer(samples[:count], declared)
         except SchemaError as error:
             if schema is not None and isinstance(error, MismatchError):
                 try:
@@ -229,43 +228,43 @@ def flatten_row(
 
 def _way_out(schema: Schema, samples: Sequence[Any]) -> str:
     """What to do about samples of which the last one does not fit."""
-    known = schema.arguments()
+    known = schema.declared
     try:
-        found = Schema.infer(samples, read_forms(known))
+        found = Schema.infer(samples, known)
     except MismatchError:
         return _ONE_STRUCTURE
     except SchemaError as error:
         return str(error)
-    argument = {name: each for name, each in found.arguments().items() if known.get(name) != each}
-    if not argument:
+    new = found.declared.beyond(known)
+    if not new.names:
         return (
             "The records of a list must be alike within a row: convert them in the dataset; a value"
-            " that may be None is declared by its name, as in variable={'boxes.label': 'nullable'}"
+            " that may be None is declared by its name, as in nullable=['boxes.label']"
         )
-    what = "are None" if found.optional.keys() - schema.optional.keys() else "differ in length"
-    return f"Where rows {what}, that must be declared: variable={argument}"
+    what = "are None" if new.nullable else "differ in length"
+    return f"Where rows {what}, that must be declared: {new}"
 
 
 def find_schema(
-    samples: list[Any], rows: list[int], forms: Forms, more: Iterator[tuple[int, Any]]
+    samples: list[Any], rows: list[int], declared: Declared, more: Iterator[tuple[int, Any]]
 ) -> Schema:
     """The schema of samples, with more of them where these do not show what has some names."""
-    schema = infer_schema(samples, rows, forms)
+    schema = infer_schema(samples, rows, declared)
     # As many as there are: all are looked at again.
-    while schema.unknown.keys() & forms.keys() and (new := list(islice(more, len(samples)))):
+    while schema.unknown.keys() & declared.names and (new := list(islice(more, len(samples)))):
         rows += [row for row, _ in new]
         samples += [sample for _, sample in new]
-        schema = infer_schema(samples, rows, forms)
+        schema = infer_schema(samples, rows, declared)
     for name, what in schema.unknown.items():
-        if what == "an empty tuple" and name not in forms:
+        if what == "an empty tuple" and name not in declared.names:
             continue  # A tuple has one length.
         is_none = what == "None"
-        form = "nullable" if is_none else "list"
+        argument = "nullable" if is_none else "variable"
         remedy = "give arrays, such as numpy.array(values, numpy.int64)"
         if is_none:
             remedy = "fill it as its type allows, such as with NaN, 0, '' or a date"
-        if name not in forms:
-            remedy += f", let more rows be read with variable={{{name!r}: {form!r}}}"
+        if name not in declared.names:
+            remedy += f", let more rows be read with {argument}={[name]!r}"
         raise SchemaError(
             f"field {name!r} is {what} in each of the {len(rows)} rows that were read first, so"
             f" that its dtype is not known: {remedy}, or leave it out of the samples"
@@ -304,16 +303,16 @@ class Probes(NamedTuple):
     """Bytes of one, as the median."""
 
 
-def take_probes(workers: Workers, num_rows: int, forms: Forms | Schema, tell: Tell) -> Probes:
-    """Read the probe rows and hash them. The schema is found with some forms, or given."""
+def take_probes(workers: Workers, num_rows: int, declared: Declared | Schema, tell: Tell) -> Probes:
+    """Read the probe rows and hash them. The schema is inferred, or passed."""
     found = list[Probes]()
     workers.run(
-        calling(read_probes, forms, tell), [num_rows], lambda _, probes: found.append(probes)
+        calling(read_probes, declared, tell), [num_rows], lambda _, probes: found.append(probes)
     )
     return found[0]
 
 
-def read_probes(forms: Forms | Schema, tell: Tell, dataset: Any, num_rows: int) -> Probes:
+def read_probes(declared: Declared | Schema, tell: Tell, dataset: Any, num_rows: int) -> Probes:
     """Read the probe rows of a dataset of so many rows in this process; see `take_probes`."""
     rows, durations = probe_rows(num_rows), list[float]()
     samples = list[Any]()
@@ -321,7 +320,9 @@ def read_probes(forms: Forms | Schema, tell: Tell, dataset: Any, num_rows: int) 
         start = perf_counter()
         samples.append(copied(read_sample(dataset, row)))
         durations.append(perf_counter() - start)
-    schema = forms if isinstance(forms, Schema) else _schema_of(dataset, samples, rows, forms, tell)
+    schema = declared
+    if isinstance(schema, Declared):
+        schema = _schema_of(dataset, samples, rows, schema, tell)
     digests, sizes = [], list[int]()
     for row, sample in zip(rows, samples, strict=True):
         leaves = flatten_row(sample, row, schema)
@@ -331,13 +332,13 @@ def read_probes(forms: Forms | Schema, tell: Tell, dataset: Any, num_rows: int) 
 
 
 def _schema_of(
-    dataset: Any, samples: list[Any], rows: list[int], forms: Forms, tell: Tell
+    dataset: Any, samples: list[Any], rows: list[int], declared: Declared, tell: Tell
 ) -> Schema:
     """The schema of a dataset, by samples of some rows, and if need be of others."""
     told, fitting, schema = tell(dataset), [*samples], None
     for some in [told, *([each] for each in told)]:
         with suppress(SchemaError):  # Whoever reads the row says what is wrong in it.
-            schema = Schema.infer([*fitting, *some], forms)
+            schema = Schema.infer([*fitting, *some], declared)
             fitting += some
             if some is told:
                 break
@@ -346,7 +347,7 @@ def _schema_of(
     spread = np.linspace(0, len(dataset) - 1, MAX_PROBES).astype(np.int64).tolist()
     others = sorted({*spread} - {*rows})[: MAX_PROBES - len(rows)]
     more = ((row, copied(read_sample(dataset, row))) for row in others)
-    return find_schema([*samples], [*rows], forms, more)
+    return find_schema([*samples], [*rows], declared, more)
 
 
 class RandomDatasetError(DatasetError):

@@ -1,6 +1,5 @@
 """Series: rows of a store that are cut into windows along their first dimension, time."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +10,7 @@ from torch import Tensor
 from lightning_memmap.sampling.factory import Fields
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.rows import Integers, Rows, WindowedRows
-from lightning_memmap.schema.forms import Form, Windows
+from lightning_memmap.schema.forms import Windows
 from lightning_memmap.store.open_columns import ItemRows, MappedRows, OpenColumn
 from lightning_memmap.store.store import Store
 
@@ -25,36 +24,31 @@ class Series(NamedTuple):
     """The number of steps of each series, int64 of shape (series,)."""
 
 
-def windowed(store: Store, rows: Rows, variable: Mapping[str, Form]) -> Rows:
+def windowed(store: Store, rows: Rows, windows: Windows | None) -> Rows:
     """Return the windows over rows, if any field is cut into windows, or else the rows."""
-    forms = {name: form for name, form in variable.items() if isinstance(form, Windows)}
-    if not forms:
+    if windows is None:
         return rows
-    first, form = next(iter(forms.items()))
     fields = {field.name: field for field in store.schema.fields}
-    for name, other in forms.items():
-        if (other.length, other.stride) != (form.length, form.stride):
-            raise ValueError(
-                f"variable: {other} for field {name!r}, and {form} for field {first!r}. A row of a"
-                " batch is one window, so all of them need the same length and stride."
-            )
+    for name in windows.fields:
         if name not in fields:
-            raise ValueError(f"variable: in the store, {store.schema.why_no_field(name)}")
+            raise ValueError(f"windows: in the store, {store.schema.why_no_field(name)}")
         field = fields[name]
         if field.is_text or field.num_variable > 1 or not field.shape:
             raise ValueError(
-                f"variable: field {name!r} is {field.kind if field.is_text else field}, which"
+                f"windows: field {name!r} is {field.kind if field.is_text else field}, which"
                 " cannot be cut into windows. Only numbers can, if no dimension but the first"
                 " differs in length. Store text as its bytes, uint8."
             )
 
-    steps = Numbers(read_series(store, tuple(forms), rows).steps)
+    names = tuple(windows.fields)
+    length, stride = windows.length, windows.stride
+    steps = Numbers(read_series(store, names, rows).steps)
     all_rows = store.rows()
     all_windows = None
     if rows != all_rows:
-        all_steps = Numbers(read_series(store, (first,), all_rows).steps)
-        all_windows = WindowedRows(all_rows, (first,), all_steps, form.length, form.stride)
-    return WindowedRows(rows, tuple(forms), steps, form.length, form.stride, all_windows)
+        all_steps = Numbers(read_series(store, names[:1], all_rows).steps)
+        all_windows = WindowedRows(all_rows, names[:1], all_steps, length, stride)
+    return WindowedRows(rows, names, steps, length, stride, all_windows)
 
 
 def read_series(store: Store, fields: tuple[str, ...], rows: Rows) -> Series:
@@ -70,7 +64,7 @@ def read_series(store: Store, fields: tuple[str, ...], rows: Rows) -> Series:
             rank = np.flatnonzero(is_other)[:1]
             row = int(rows.dataset_rows(rows.numbers_at(rank))[0])
             raise ValueError(
-                f"variable: up to row {row}, field {name!r} has other numbers of steps than field"
+                f"windows: up to row {row}, field {name!r} has other numbers of steps than field"
                 f" {fields[0]!r}. Fields that are cut into windows together need the same number in"
                 " each row. Store the rest as another field that is not cut."
             )

@@ -222,7 +222,7 @@ def resnet_rates(
     """Train from each loader in turn, and yield its name and its images/s, one for each round."""
     files = Files(sizes)
     side = (sizes.side, sizes.side)
-    forms = {"image": Decode(size=side)}
+    decode = {"image": Decode(size=side)}
 
     def stored(name: str, dataset: Any, **options: Any) -> MemmapDataModule:
         return MemmapDataModule(
@@ -244,7 +244,7 @@ def resnet_rates(
     runs: dict[str, Callable[[], Any]] = {
         "one batch, repeated": repeated,
         "resident store": lambda: stored("decoded", kept(files), residency="device"),
-        "encoded JPEGs in a store": lambda: stored("encoded", files, variable=forms),
+        "encoded JPEGs in a store": lambda: stored("encoded", files, decode=decode),
     }
     for count in sizes.workers:
         runs[f"DataLoader, {count} workers"] = lambda count=count: loader(count)

@@ -113,9 +113,9 @@ def epoch(loader: Any, work_s: float) -> Callable[[], None]:
     return run
 
 
-def stored(dataset: Any, path: Path, batch: int, variable: dict[str, Any] | None) -> Any:
+def stored(dataset: Any, path: Path, batch: int, decode: dict[str, Any] | None) -> Any:
     """The loader over a store of a dataset."""
-    data = MemmapDataModule(dataset, store_dir=path, batch_size=batch, variable=variable)
+    data = MemmapDataModule(dataset, store_dir=path, batch_size=batch, decode=decode)
     data.prepare_data()
     data.setup("fit")
     return data.train_dataloader()
@@ -124,9 +124,9 @@ def stored(dataset: Any, path: Path, batch: int, variable: dict[str, Any] | None
 def measured(encoded: Encoded, args: argparse.Namespace) -> None:
     """Print the rates and ratios of all runs."""
     size = (args.size, args.size) if args.folder is not None else None
-    items, form = Decoded(encoded, size, args.crop), {"form": "decode", "size": size}
+    items, form = Decoded(encoded, size, args.crop), {"size": size}
     if args.crop is not None:
-        form = {"form": "decode", "size": args.crop, "crop": "random_resized"}
+        form = {"size": args.crop, "crop": "random_resized"}
     loaders: dict[str, Any] = {
         f"DataLoader, {workers} workers": DataLoader(
             items, args.batch, shuffle=True, num_workers=workers
@@ -135,9 +135,9 @@ def measured(encoded: Encoded, args: argparse.Namespace) -> None:
     }
     with tempfile.TemporaryDirectory() as directory:
         for threads in dict.fromkeys((1, 2, default_threads(1))):
-            variable = {"image": {**form, "num_threads": threads}}
+            decode = {"image": {**form, "num_threads": threads}}
             path = Path(directory, "encoded")
-            loaders[f"encoded, {threads} threads"] = stored(encoded, path, args.batch, variable)
+            loaders[f"encoded, {threads} threads"] = stored(encoded, path, args.batch, decode)
         if args.crop is None:
             loaders["stored decoded"] = stored(items, Path(directory, "decoded"), args.batch, None)
         runs = {name: epoch(loader, args.work / 1000) for name, loader in loaders.items()}

@@ -22,7 +22,7 @@ from timing import CLOCKS, in_turn, machine, spread
 
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.split import load_split
-from lightning_memmap.loading.variable_batch import FormedCollate
+from lightning_memmap.loading.variable_batch import LayoutCollate
 from lightning_memmap.placement.plan import SplitShards, divide, plan_placement
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import (
@@ -33,7 +33,7 @@ from lightning_memmap.sampling import (
     ShuffledSampler,
     Weighted,
 )
-from lightning_memmap.schema import Form, Windows
+from lightning_memmap.schema import Windows
 from lightning_memmap.store import ColumnDataset, Store, build_store
 from lightning_memmap.store.joined import JoinedStore
 from lightning_memmap.store.series import windowed
@@ -50,18 +50,20 @@ def make_loader(
     batch: int,
     order: Callable[[Pool], Sampler],
     split: RandomSplit | None = None,
-    windows: dict[str, Form] | None = None,
+    windows: Windows | None = None,
 ) -> SuperBatchLoader:
     """A loader over the file mapping."""
-    forms = windows or {}
     topology = DataTopology((CPU,), assemble_on=CPU)
     subset = None if split is None else split.subset("train", 0, store)
-    rows = windowed(store, store.rows(subset), forms)
+    rows = windowed(store, store.rows(subset), windows)
     pool = divide("train", rows, store.num_shards, topology)
     size = SplitShards.of(order(pool), store.manifest, topology)
     placement = plan_placement({"train": size}, topology, "mmap", budget_bytes={CPU: 2**40})
     held = load_split(store, topology, placement.splits["train"])
-    collate = FormedCollate(store.schema, forms)
+    schema = store.schema
+    if windows is not None:
+        schema = schema.windowed(windows.fields, windows.length)
+    collate = LayoutCollate(schema)
     return SuperBatchLoader(held, topology, size.order, batch, collate=collate)
 
 
@@ -135,7 +137,7 @@ def report(
 def measure_windows(rounds: int, clock: str) -> None:
     """Print the figures of windows: of a stream, and of series, against rows of the same size."""
     values = np.random.default_rng(0).integers(0, 2**15, 20_000_000).astype(np.int16)
-    forms: dict[str, Form] = {"tokens": Windows(WINDOW, WINDOW)}
+    windows = Windows("tokens", WINDOW, WINDOW)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
         rows = values[: len(values) // WINDOW * WINDOW].reshape(-1, WINDOW)
@@ -144,13 +146,13 @@ def measure_windows(rounds: int, clock: str) -> None:
         # 20,000 series of 500 to 1,500 steps.
         edges = np.sort(np.random.default_rng(1).integers(0, len(values), 20_000))
         pieces = [{"tokens": piece} for piece in np.split(values, edges) if len(piece)]
-        series = build_store(pieces, path / "series", variable={"tokens": "pad"}, progress=False)
+        series = build_store(pieces, path / "series", variable=["tokens"], progress=False)
         loaders = {
             "shuffled rows": make_loader(plain, 256, ShuffledSampler),
-            "windows of a stream": make_loader(stream, 256, ShuffledSampler, windows=forms),
-            "windows of series": make_loader(series, 256, ShuffledSampler, windows=forms),
+            "windows of a stream": make_loader(stream, 256, ShuffledSampler, windows=windows),
+            "windows of series": make_loader(series, 256, ShuffledSampler, windows=windows),
             "half overlapping": make_loader(
-                stream, 256, ShuffledSampler, windows={"tokens": Windows(WINDOW, WINDOW // 2)}
+                stream, 256, ShuffledSampler, windows=Windows("tokens", WINDOW, WINDOW // 2)
             ),
         }
         report("tokens", loaders, "shuffled rows", rounds, clock)

@@ -79,7 +79,7 @@ def measured(path: Path, name: str, batch: int, rounds: int, clock: str) -> Iter
     for form in ("pad", "jagged", "list"):
         data = MemmapDataModule(
             dataset, store_dir=path / "s", batch_size=batch, residency="mmap",
-            variable={"value": form},
+            layout={"value": form},
         )  # fmt: skip
         data.prepare_data()
         data.setup("fit")

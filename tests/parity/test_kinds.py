@@ -14,7 +14,7 @@ from lightning_memmap.callbacks import PredictionTable
 from lightning_memmap.commands.rows import describe_step
 from lightning_memmap.placement.topology import topology_of
 from lightning_memmap.sampling import Subset
-from tests.datasets import FORMS, EncodedImages, Ragged, Scenes
+from tests.datasets import DECODE, EncodedImages, Ragged, Scenes
 from tests.models import Boxes, Brightness, Sounds, make_trainer, weights
 from tests.rows import joined
 
@@ -35,13 +35,14 @@ class Kind:
 
     dataset: Callable[[int], Any]
     module: Callable[[], Any]
-    variable: Any = None
+    layout: Any = None
     transform: Any = None
+    decode: Any = None
 
 
 SOUNDS = {"sound", "ids"}
 KINDS = {
-    "images": Kind(EncodedImages, Brightness, FORMS, brighter),
+    "images": Kind(EncodedImages, Brightness, None, brighter, DECODE),
     "records as list": Kind(Scenes, Boxes, {"objects": "list"}),
     "records as pad": Kind(Scenes, Boxes, {"objects": "pad"}, lambda batch: batch),
     "sounds as pad": Kind(Ragged, Sounds, dict.fromkeys(SOUNDS, "pad") | {"image": "list"}, louder),
@@ -58,7 +59,8 @@ def fit(path: Path, kind: Kind, devices: int, strategy: str, **options: Any) -> 
         store_dir=path / "stores",
         batch_size=GLOBAL_BATCH // devices,
         seed=5,
-        variable=kind.variable,
+        layout=kind.layout,
+        decode=kind.decode,
         with_row_numbers=kind.module is Boxes,
         **options,
     )

@@ -119,7 +119,7 @@ def mixture() -> dict[str, Any]:
 
 def tokens() -> dict[str, Any]:
     stream = TokenStream(torch.arange(800_000) % 50_000, length=40)
-    return {"train_dataset": stream, "variable": {"tokens": Windows(40, 40)}}
+    return {"train_dataset": stream, "windows": Windows("tokens", 40, 40)}
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def train(
         num_shards=NUM_SHARDS,
         num_workers=2,
         fingerprint="1",
-        variable={"sound": "list"},
+        layout={"sound": "list"},
         build=build,
     )
     checkpoints = ModelCheckpoint(

@@ -14,9 +14,10 @@ from torchmetrics import MeanMetric
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading.device_streams import SideStreams
-from lightning_memmap.loading.variable_batch import FormedCollate
+from lightning_memmap.loading.variable_batch import LayoutCollate
 from lightning_memmap.placement import topology
-from lightning_memmap.schema import Jagged, Pad
+from lightning_memmap.schema import Pad
+from lightning_memmap.schema.forms import Jagged
 from lightning_memmap.store import build_store
 from lightning_memmap.strategies import (
     DataParallelStrategy,
@@ -290,7 +291,7 @@ def test_rows_that_differ_in_length_are_fetched_without_a_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = build_store(Ragged(96), tmp_path / "s", progress=False)
-    collate = FormedCollate(store.schema, {"ids": Jagged(), "image": Pad(value=7)})
+    collate = LayoutCollate(store.schema, {"ids": Jagged(), "image": Pad(value=7)})
     loader = gpu_loader(store, "device", collate=collate)
     root = torch.device("cuda", 0)
     monkeypatch.setattr(devices, "noted", {"race", "generator", "wait"})

@@ -286,7 +286,7 @@ def test_mistake_that_training_finds_is_reported_without_a_traceback(
         ),
         (
             DATA,
-            {"variable": {"roww": "pad"}},
+            {"layout": {"roww": "pad"}},
             "'roww'",
         ),
         (
@@ -304,7 +304,7 @@ def test_mistake_that_training_finds_is_reported_without_a_traceback(
             {"transform": {"class_path": "torch.nn.ReLU"}},
             "transform=ReLU()",
         ),
-        (DATA, {"variable": {"x": {"class_path": "lightning_memmap.schema.Form"}}}, "'x'"),
+        (DATA, {"layout": {"x": {"class_path": "lightning_memmap.schema.Layout"}}}, "'x'"),
         ((*DATA, "train_dataset"), {"dict_kwargs": {"number": 3}}, "unexpected keyword argument"),
         (*of_store("TokenStream", tokens="confg.yaml", length=4), "did you mean 'config.yaml'?"),
         (*of_store("ColumnDataset", columns="config.yaml"), "pandas.read_csv"),

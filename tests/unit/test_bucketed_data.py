@@ -13,11 +13,11 @@ from tests.datasets import Ragged
 from tests.models import Sounds, make_trainer
 
 ROWS, GLOBAL_BATCH = 180, 12
-FORMS = {"sound": "pad", "ids": "jagged", "image": "list"}
+LAYOUT = {"sound": "pad", "ids": "jagged", "image": "list"}
 
 
 def make_data(path: Path, sampler: Any = None, **options: Any) -> MemmapDataModule:
-    defaults: dict[str, Any] = {"batch_size": GLOBAL_BATCH, "variable": FORMS}
+    defaults: dict[str, Any] = {"batch_size": GLOBAL_BATCH, "layout": LAYOUT}
     return MemmapDataModule(
         Ragged(ROWS),
         store_dir=path / "stores",

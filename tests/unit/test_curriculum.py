@@ -167,7 +167,7 @@ def test_shares_and_windows_change_too(tmp_path: Path, residency: str) -> None:
     data = make_data(
         tmp_path,
         train_dataset={"a": Series(lengths), "b": Series(lengths * 2)},
-        variable={"value": Windows(8, 4), "time": Windows(8, 4)},
+        windows=Windows(["value", "time"], 8, 4),
         sampler=Curriculum({epoch: Mixture(s, 200) for epoch, s in enumerate(shares)}),
         residency=residency,
     )

@@ -11,7 +11,7 @@ from lightning_memmap.cli import main
 from lightning_memmap.compare.loaders import normalized_datamodule
 from lightning_memmap.compare.prepare import prepare_store
 from lightning_memmap.data.module import MemmapDataModule
-from tests.datasets import FORMS, HEIGHT, WIDTH, EncodedImages
+from tests.datasets import DECODE, HEIGHT, WIDTH, EncodedImages
 from tests.preloaded import run
 from tests.unit.store.test_tar_dataset import FIELDS, image_members, write_tar
 
@@ -56,12 +56,12 @@ def test_folder_is_stored_encoded_and_shown(
     assert f"{HEIGHT} x {WIDTH} x 3, encoded in" in page.read_text()
 
 
-def write_config(path: Path, dataset: dict[str, Any], variable: dict[str, Any]) -> Path:
+def write_config(path: Path, dataset: dict[str, Any], decode: dict[str, Any]) -> Path:
     options = {
         "train_dataset": dataset,
         "store_dir": str(path / "stores"),
         "batch_size": 4,
-        "variable": variable,
+        "decode": decode,
     }
     trainer = {
         "strategy": "memmap_superbatch",
@@ -90,7 +90,7 @@ def test_config_trains_on_tar_files_and_their_rows_are_shown(
         "class_path": "lightning_memmap.TarDataset",
         "init_args": {"tars": str(tmp_path / "ds-{0..0}.tar"), "fields": {**FIELDS, "row": "cls"}},
     }
-    config = write_config(tmp_path, dataset, FORMS)
+    config = write_config(tmp_path, dataset, {"image": {}, "mask": {"mode": "L"}})
     done = run("-m", "lightning_memmap", "fit", "--config", config, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     store = open_store(tmp_path / "stores" / "train")
@@ -103,16 +103,19 @@ def test_config_trains_on_tar_files_and_their_rows_are_shown(
 
 
 @pytest.mark.parametrize(
-    ("form", "words"),
+    ("decode", "words"),
     [
-        ({"form": "decode", "mode": "BGR"}, "mode='BGR'"),
-        ({"form": "decode", "size": [4]}, r"size=\[4\]"),
-        ({"form": "decode", "num_threads": 0}, "num_threads=0"),
+        ({"image": {"mode": "BGR"}}, r"decode\['image'\].*mode='BGR'"),
+        ({"image": {"size": [4]}}, r"decode\['image'\].*size"),
+        ({"image": {"num_threads": 0}}, r"decode\['image'\].*num_threads=0"),
+        ({"image": {"form": "decode"}}, r"decode\['image'\].*form"),
+        ({"image": "decode"}, r"decode\['image'\]='decode'"),
+        (["image"], r"decode=\['image'\]"),
     ],
 )
-def test_form_that_cannot_be_is_refused(tmp_path: Path, form: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=f"field 'image'.*{words}"):
-        MemmapDataModule(EncodedImages(4), store_dir=tmp_path, variable={"image": form})
+def test_wrong_decode_is_rejected_by_name(tmp_path: Path, decode: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        MemmapDataModule(EncodedImages(4), store_dir=tmp_path, decode=decode)
 
 
 def test_comparison_expects_decoded_images(tmp_path: Path) -> None:
@@ -122,7 +125,7 @@ def test_comparison_expects_decoded_images(tmp_path: Path) -> None:
             EncodedImages(40, decoded),
             store_dir=tmp_path / str(decoded),
             batch_size=4,
-            variable=None if decoded else FORMS,
+            decode=None if decoded else DECODE,
         )
         hashes.append(prepare_store(normalized_datamodule(data), 2, 4)[1])
     assert hashes[0] == hashes[1]

@@ -15,7 +15,7 @@ from torch.utils.data import Subset as TorchSubset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError
-from lightning_memmap.loading.variable_batch import FormedCollate
+from lightning_memmap.loading.variable_batch import LayoutCollate
 from lightning_memmap.sampling import (
     Curriculum,
     Mixture,
@@ -42,7 +42,7 @@ def make_data(path: Path, **options: Any) -> MemmapDataModule:
         "num_shards": 12,
         "seed": 5,
         "sampler": Mixture(SHARES, SAMPLES),
-        "variable": {"steps": "list", "image": "list"},
+        "layout": {"steps": "list", "image": "list"},
     }
     return MemmapDataModule(store_dir=path / "stores", **{**defaults, **options})
 
@@ -75,7 +75,7 @@ def test_store_that_is_replaced_once_it_is_open_is_never_mixed_with_the_new_one(
         with pytest.raises(StoreError, match=r"b/.* was replaced .*: open it again"):
             JoinedStore(tmp_path, stores)
         return
-    collate = FormedCollate(joined.schema)
+    collate = LayoutCollate(joined.schema)
     loader = loader_over(joined, make_split(joined), 12, collate=collate)
     batches = [step.to("cpu") for step in loader]
     seen = {*chain(*(zip(each["x"].tolist(), each["text"], strict=True) for each in batches))}
@@ -94,7 +94,7 @@ def test_joined_store_is_its_stores(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], num_shards: int, seed: int
 ) -> None:
     path = tmp_path_factory.mktemp("joined")
-    dims = {"steps": "pad", "image": {"form": "pad", "dims": 2}}
+    dims = {"steps": 1, "image": 2}
     stores = {
         str(code): build_store(
             NumberedSet(code, size),
@@ -234,8 +234,8 @@ def test_selected_rows_come_in_the_order_of_the_sets_in_dataset_order() -> None:
 
 def test_windows_over_rows_that_are_selected_from_a_set(tmp_path: Path) -> None:
     def found(path: Path, sets: Any, **options: Any) -> list[Any]:
-        cut = {"steps": Windows(2, 1), "image": "list"}
-        made = make_data(path, train_dataset=sets, variable=cut, **options)
+        options |= {"windows": Windows("steps", 2, 1), "layout": {"image": "list"}}
+        made = make_data(path, train_dataset=sets, **options)
         loader: Any = set_up(made).train_dataloader()
         return [batch["steps"].tolist() for batch in loader]
 

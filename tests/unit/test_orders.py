@@ -22,7 +22,7 @@ from tests.rows import NumberedRows, StridedRows, make_window_loader, rows_of
 
 ROWS, BATCH, EPOCHS = 101, 12, (0, 1)
 LENGTHS = [5 + row * 7 % 30 for row in range(40)]
-WINDOWS = Windows(8, 3)
+WINDOWS = Windows(("value", "time"), 8, 3)
 #: Some rows never come, one comes often, and the weights go with the shards.
 WEIGHTS = np.where(np.arange(ROWS) % 12 == 3, 5.0, np.where(np.arange(ROWS) % 5 == 0, 0.0, 1.0))
 WEIGHTS[50] = 17.0
@@ -58,10 +58,10 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Store]:
 
 def make(stores: dict[str, Store], name: str, num_devices: int = 1, **options: Any) -> Any:
     kind, factory = ORDERS[name]
-    fields = ("value", "time") if kind == "series" else ()
+    windows = WINDOWS if kind == "series" else None
     size = BATCH // (num_devices * options.get("size", 1))
-    store, given = stores[kind], {"factory": factory, "fields": fields, **options}
-    return make_window_loader(store, WINDOWS, num_devices, size, **given)
+    store, given = stores[kind], {"factory": factory, **options}
+    return make_window_loader(store, windows, num_devices, size, **given)
 
 
 def steps_of(loader: SuperBatchLoader, epoch: int) -> list[list[Any]]:
@@ -129,8 +129,8 @@ def test_epoch_is_resumed_after_any_step_on_another_number_of_devices(
             Mixture({"a": 0.6, "b": 0.4}),
             "positions of sets=",
         ),
-        ("series", WINDOWS, Windows(8, 2), "stride=3"),
-        ("series", WINDOWS, Windows(7, 3), "length=8"),
+        ("series", WINDOWS, Windows(("value", "time"), 8, 2), "stride=3"),
+        ("series", WINDOWS, Windows(("value", "time"), 7, 3), "length=8"),
     ],
 )
 def test_checkpoint_of_another_order_is_refused(
@@ -139,7 +139,7 @@ def test_checkpoint_of_another_order_is_refused(
     def loader(given: Any) -> Any:
         if isinstance(given, Windows):
             return make_window_loader(stores[kind], given)
-        return make_window_loader(stores[kind], WINDOWS, factory=given, fields=())
+        return make_window_loader(stores[kind], None, factory=given)
 
     first = loader(saved)
     next(iter(first))

@@ -73,7 +73,7 @@ def token_data(path: Path, sizes: dict[str, int], **options: Any) -> MemmapDataM
         "train_dataset": corpora,
         "batch_size": 48,
         "num_shards": 12,
-        "variable": {"tokens": Windows(65, 64)},
+        "windows": Windows("tokens", 65, 64),
         "residency": "stream",
     }
     return set_up(MemmapDataModule(store_dir=path, **{**defaults, **options}))

@@ -23,7 +23,6 @@ from lightning_memmap.sampling import (
     TableSampler,
     Weighted,
 )
-from lightning_memmap.schema import Windows
 from lightning_memmap.store import ColumnDataset, Store
 from tests.models import Points, Regression, make_trainer, set_up
 from tests.rows import (
@@ -40,7 +39,7 @@ WEIGHTS[50] = 17.0
 
 
 def make_loader(store: Store, factory: Weighted) -> SuperBatchLoader:
-    return make_window_loader(store, Windows(1, 1), fields=(), factory=factory)
+    return make_window_loader(store, None, factory=factory)
 
 
 def test_only_rows_that_may_come_are_held(numbered_store: Callable[..., Store]) -> None:

@@ -26,7 +26,7 @@ from lightning_memmap.sampling import (
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.pool import window_spans
 from lightning_memmap.sampling.rows import Rows, Shards, StoreRows, WindowedRows
-from lightning_memmap.schema import Windows
+from lightning_memmap.schema import Decode, Windows
 from lightning_memmap.store import Store, TokenStream, build_store, open_store
 from tests.datasets import Series, all_windows, windows_in
 from tests.models import set_up
@@ -35,7 +35,7 @@ from tests.unit.commands.test_rows import Command
 
 LENGTHS = [5 + row * 7 % 30 for row in range(40)]
 LENGTH, STRIDE = 8, 3
-WINDOWS = Windows(LENGTH, STRIDE)
+WINDOWS = Windows(["value", "time"], LENGTH, STRIDE)
 EXPECTED = all_windows(LENGTHS, LENGTH, STRIDE)
 
 
@@ -137,7 +137,7 @@ def test_memory_holds_each_step_once(store: Store) -> None:
 
 
 def test_plan_counts_the_bytes_that_are_held(store: Store) -> None:
-    loader = make_window_loader(store, WINDOWS, residency="host", fields=("value",))
+    loader = make_window_loader(store, Windows("value", LENGTH, STRIDE), residency="host")
     pool = loader.order.pool
     _, counts = window_spans(pool, range(12))
     steps = int(((counts[counts > 0] - 1) * STRIDE + LENGTH).sum())
@@ -157,7 +157,7 @@ def test_rows_of_one_shape_are_cut_too(tmp_path: Path, residency: str) -> None:
     store = build_store(Series(lengths), tmp_path / "store", num_shards=6, progress=False)
     assert store.schema.fields[0].shape == (20,)
     for stride in (1, 5, 9):
-        windows = Windows(LENGTH, stride)
+        windows = Windows(["value", "time"], LENGTH, stride)
         loader = make_window_loader(store, windows, 2, 6, residency=residency)
         assert sorted(joined(steps_of(loader))) == all_windows(lengths, LENGTH, stride)
 
@@ -238,7 +238,7 @@ def make_data(path: Path, dataset: Any = None, **options: Any) -> MemmapDataModu
             "batch_size": 6,
             "num_shards": 12,
             "seed": 5,
-            "variable": {"value": WINDOWS, "time": {"form": "windows", "length": 8, "stride": 3}},
+            "windows": WINDOWS,
             **options,
         },
     )
@@ -268,7 +268,7 @@ def test_row_numbers_of_windows_in_a_part_are_those_of_the_dataset(
         subset=part,
         member=1 if isinstance(part, KFold) else None,
         sampler=sampler,
-        variable=dict.fromkeys(("value", "time"), WINDOWS),
+        windows=WINDOWS,
         with_row_numbers=True,
     )
     set_up(data, "fit")
@@ -285,9 +285,9 @@ def test_row_numbers_of_windows_in_a_part_are_those_of_the_dataset(
 def test_command_shows_series_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_data(tmp_path).prepare_data()
     command = Command(tmp_path, capsys)
-    form = {"form": "windows", "length": LENGTH, "stride": STRIDE}
+    windows = {"fields": ["value", "time"], "length": LENGTH, "stride": STRIDE}
     options = {"residency": "stream", "shuffle_block": 3, "seed": 5}
-    command.write(**options, variable={"value": form, "time": form})
+    command.write(**options, windows=windows)
     arguments = ("--epoch", 1, "--step", 2, "--devices", 2)
     found = command.step(*arguments)
     stored = open_store(tmp_path / "stores" / "train")
@@ -301,32 +301,45 @@ def test_command_shows_series_and_steps(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("variable", "words"),
+    ("windows", "words"),
     [
-        ({"value": WINDOWS, "time": Windows(8, 2)}, "same length and stride"),
-        ({"values": WINDOWS}, "values"),
-        ({"name": WINDOWS}, "text"),
-        ({"row": WINDOWS}, "'row'"),
-        ({"value": Windows(100, 1)}, "length=100"),
-        ({"value": {"form": "windows"}}, "length"),
-        ({"value": {"form": "windows", "length": 0, "stride": 1}}, "length=0"),
-        ({"value": {"form": "windows", "length": 2, "stride": -1}}, "stride=-1"),
-        ({"value": {"form": "windows", "length": 2, "stride": 1, "dims": 2}}, "'dims': form"),
+        (Windows(["value", "values"], 8, 3), "windows: .*'values'"),
+        (Windows("name", 8, 3), "windows: .*'name'.*text"),
+        (Windows("row", 8, 3), "windows: .*'row'"),
+        (Windows("value", 100, 1), "length=100"),
+        ({"fields": ["value"]}, "windows: .*length"),
+        ({"fields": [], "length": 2, "stride": 1}, r"fields=\[\]"),
+        ({"fields": ["value", "value"], "length": 2, "stride": 1}, "fields=.*'value'"),
+        ({"fields": [3], "length": 2, "stride": 1}, "fields="),
+        ({"fields": "value", "length": 0, "stride": 1}, "length=0"),
+        ({"fields": "value", "length": 2, "stride": -1}, "stride=-1"),
+        ({"fields": "value", "length": 2, "stride": 1, "dims": 2}, "'dims'"),
+        (8, "windows=8"),
     ],
 )
-def test_wrong_windows_are_refused(
-    tmp_path: Path, variable: dict[str, Any], words: str, store: Store
-) -> None:
+def test_wrong_windows_are_rejected(tmp_path: Path, windows: Any, words: str, store: Store) -> None:
     (tmp_path / "train").symlink_to(store.path)
     with pytest.raises((ValueError, TypeError), match=words):
-        MemmapDataModule(store_dir=tmp_path, variable=variable).setup("fit")
+        MemmapDataModule(store_dir=tmp_path, windows=windows).setup("fit")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"layout": {"value": "pad"}}, {"decode": {"name": Decode()}}],
+    ids=["layout", "decode"],
+)
+def test_option_that_windows_exclude_is_named(
+    tmp_path: Path, options: dict[str, Any], store: Store
+) -> None:
+    (tmp_path / "train").symlink_to(store.path)
+    data = MemmapDataModule(store_dir=tmp_path, windows=WINDOWS, **options)
+    with pytest.raises(ValueError, match=next(iter(options))):
+        set_up(data, "fit").train_dataloader()
 
 
 def test_fields_that_differ_in_their_steps_are_refused(tmp_path: Path) -> None:
     rows = [{"a": np.zeros(9 + row), "b": np.zeros(9 + row % 3)} for row in range(5)]
-    data = MemmapDataModule(
-        rows, store_dir=tmp_path, variable={"a": Windows(4, 1), "b": Windows(4, 1)}
-    )
+    data = MemmapDataModule(rows, store_dir=tmp_path, windows=Windows(["a", "b"], 4, 1))
     data.prepare_data()
     with pytest.raises(ValueError, match="up to row 3, field 'b'"):
         data.setup("fit")
@@ -338,13 +351,13 @@ def test_windows_take_part_in_a_stream_of_tokens(tmp_path: Path) -> None:
         TokenStream(tokens, 33, 16, row_tokens=700),
         store_dir=tmp_path,
         batch_size=10,
-        variable={"tokens": Windows(33, 16)},
+        windows=Windows("tokens", 33, 16),
     )
     set_up(data, "fit")
     found = sorted(tuple(w) for b in data.train_dataloader() for w in b["tokens"].tolist())
     unfolded = torch.from_numpy(tokens.astype(np.int64)).unfold(0, 33, 16)
     assert found == sorted(map(tuple, unfolded.tolist()))
-    data.variable = {"tokens": Windows(33, 8)}
+    data.windows = Windows("tokens", 33, 8)
     with pytest.warns(UserWarning, match=r"windows of length=33, stride=8: at the \d+ cuts"):
         data.setup("fit")
     # One sample is a stream as well: then windows may have any length.
@@ -352,7 +365,7 @@ def test_windows_take_part_in_a_stream_of_tokens(tmp_path: Path) -> None:
         [{"tokens": tokens}],
         store_dir=tmp_path / "one",
         batch_size=10,
-        variable={"tokens": Windows(100, 7)},
+        windows=Windows("tokens", 100, 7),
     )
     set_up(data, "fit")
     found = sorted(tuple(w) for b in data.train_dataloader() for w in b["tokens"].tolist())
@@ -364,7 +377,11 @@ def test_subset_of_windows_says_that_rows_are_series(tmp_path: Path) -> None:
     series = Series(LENGTHS)
     for subset in (Subset([len(LENGTHS)]), Subset(np.ones(len(EXPECTED), np.bool_))):
         data = MemmapDataModule(
-            series, store_dir=tmp_path, batch_size=4, subset=subset, variable={"value": WINDOWS}
+            series,
+            store_dir=tmp_path,
+            batch_size=4,
+            subset=subset,
+            windows=Windows("value", LENGTH, STRIDE),
         )
         data.prepare_data()
         with pytest.raises(ValueError, match=r"subset of train: .*'value'.*series"):

@@ -65,7 +65,7 @@ def read_loader(
             name,
             f"collate_fn={_name_of(loader.collate_fn)}",
             "rows are collated field by field, like default_collate does: remove it from the"
-            f" DataLoader, and use variable= or transform= instead; see {_COLLATE}",
+            f" DataLoader, and use layout= or transform= instead; see {_COLLATE}",
         )
     batches = loader.batch_sampler
     if batches is None:

@@ -8,7 +8,7 @@ the same rows twice.
 
 import pickle
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_memmap.errors import DatasetError, describe_error
 from lightning_memmap.schema.fields import Values, join_values
-from lightning_memmap.schema.forms import Form
+from lightning_memmap.schema.forms import Declared
 from lightning_memmap.schema.held import copied
 from lightning_memmap.schema.stack import as_tensor
 from lightning_memmap.store.files import leaf_bytes
@@ -62,9 +62,7 @@ def samples_of(stream: Any) -> Iterator[Any]:
 class Spool:
     """The rows of a stream in a temporary file, which has no name and ends with this process."""
 
-    def __init__(
-        self, stream: Any, directory: Path, advance: Advance, forms: Mapping[str, Form]
-    ) -> None:
+    def __init__(self, stream: Any, directory: Path, advance: Advance, declared: Declared) -> None:
         self._directory = directory
         #: Where the rows, and the bytes, of each piece end.
         self._ends, self._places = [0], [0]
@@ -75,7 +73,7 @@ class Spool:
             raise ValueError(f"the dataset is empty: there is nothing to store.{read}")
         self._first = piece[0]
         more = islice(enumerate(samples, len(piece)), MAX_PROBES - len(piece))
-        self.schema = find_schema(piece, list(range(len(piece))), forms, more)
+        self.schema = find_schema(piece, list(range(len(piece))), declared, more)
         with ExitStack() as stack:
             self._file = stack.enter_context(tempfile.TemporaryFile(dir=directory))
             while piece:

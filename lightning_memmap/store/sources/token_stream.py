@@ -1,7 +1,6 @@
 """One long stream of tokens as a dataset whose rows are pieces of it."""
 
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ class TokenStream(Dataset[dict[str, NDArray[Any]]]):
     """A map-style dataset of one long stream of tokens, to train on windows of it.
 
     The stream is cut into rows, each a sample ``{"tokens": array}``. With
-    ``variable={"tokens": Windows(length, stride)}``, and the same length and stride here, each
+    ``windows=Windows("tokens", length, stride)``, and the same length and stride here, each
     window of the stream is there exactly once: a row begins at a multiple of the stride, and
     repeats the last ``length - stride`` tokens of the row before. Shorter windows that begin in
     these tokens come in both rows, and longer ones do not cross the cuts.
@@ -81,18 +80,17 @@ class TokenStream(Dataset[dict[str, NDArray[Any]]]):
         self._num_windows = (len(self.tokens) - length) // stride + 1
         self._row_windows = max(1, row_tokens // stride)
 
-    def check_windows(self, windows: Mapping[str, Windows]) -> None:
+    def check_windows(self, windows: Windows) -> None:
         """Warn if the tokens are read in other windows than their rows were cut for.
 
         A data module calls this method of any of its datasets that has it, at `setup`.
 
         Args:
-            windows: The windows of each field that is cut into windows, by name.
+            windows: The option of the data module.
         """
-        if "tokens" not in windows:
+        if "tokens" not in windows.fields:
             return
-        length = windows["tokens"].length
-        stride = windows["tokens"].stride
+        length, stride = windows.length, windows.stride
         if (length, stride) != (self.length, self.stride) and len(self) > 1:
             warnings.warn(
                 f"TokenStream(length={self.length}, stride={self.stride}) is read in windows of"

@@ -23,7 +23,7 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.store.remote.cache import DIRECTORY
 from lightning_memmap.store.samples import probe_rows
-from tests.datasets import FORMS, EncodedImages, Logged, Ragged
+from tests.datasets import DECODE, EncodedImages, Logged, Ragged
 from tests.models import Brightness, Points, Regression, Sounds, make_trainer
 
 ROWS, GLOBAL_BATCH = 331, 24
@@ -54,22 +54,22 @@ ORDERS: dict[str, dict[str, Any]] = {
     "validated": {"val_dataset": Points(60, 1000)},
     "validated on several": {"val_dataset": [Points(60, 1000), Points(30, 2000)]},
     **{
-        form: {"of": RAGGED, "variable": {"sound": form, "ids": form, "image": "list"}}
+        form: {"of": RAGGED, "layout": {"sound": form, "ids": form, "image": "list"}}
         for form in ("pad", "jagged", "list")
     },
     "streamed sounds": {
         "of": RAGGED,
-        "variable": {"sound": "pad", "ids": "list", "image": "list"},
+        "layout": {"sound": "pad", "ids": "list", "image": "list"},
         "shuffle_block": 2,
         "residency": "stream",
     },
     "sounds streamed in order": {
         "of": RAGGED,
-        "variable": {"sound": "pad", "ids": "list", "image": "list"},
+        "layout": {"sound": "pad", "ids": "list", "image": "list"},
         "shuffle": False,
         "residency": "stream",
     },
-    "images": {"of": (Brightness, EncodedImages(100)), "variable": FORMS},
+    "images": {"of": (Brightness, EncodedImages(100)), "decode": DECODE},
     "mixture": {"of": SETS, "sampler": Mixture({"a": 0.8, "b": 0.2})},
     "mixture by batch": {"of": SETS, "sampler": BY_BATCH},
     "mixture in blocks": {"of": SETS, "sampler": HALVES, "shuffle_block": 3},
@@ -88,12 +88,12 @@ ORDERS: dict[str, dict[str, Any]] = {
     "sounds by batch": {
         "of": SOUNDS,
         "sampler": BY_BATCH,
-        "variable": {"sound": "pad", "ids": "jagged", "image": "list"},
+        "layout": {"sound": "pad", "ids": "jagged", "image": "list"},
     },
     "streamed mixture of sounds": {
         "of": SOUNDS,
         "sampler": HALVES,
-        "variable": {"sound": "list", "ids": "pad", "image": "list"},
+        "layout": {"sound": "list", "ids": "pad", "image": "list"},
         "shuffle_block": 2,
         "residency": "stream",
     },

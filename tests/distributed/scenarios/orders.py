@@ -13,7 +13,7 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.sampling import Bucketed, Curriculum, Mixture, Weighted
 from lightning_memmap.schema import Windows
 from tests.datasets import (
-    FORMS,
+    DECODE,
     SAMPLES,
     SHARES,
     EncodedImages,
@@ -128,7 +128,7 @@ CASES: dict[str, tuple[Callable[[Path, int], L.LightningDataModule], Any]] = {
             Series(SERIES),
             store_dir=path,
             batch_size=size,
-            variable=dict.fromkeys(("value", "time"), Windows(LENGTH, STRIDE)),
+            windows=Windows(("value", "time"), LENGTH, STRIDE),
         ),
         read_windows,
     ),
@@ -138,7 +138,7 @@ CASES: dict[str, tuple[Callable[[Path, int], L.LightningDataModule], Any]] = {
                 mixed_sets(),
                 store_dir=path,
                 batch_size=size,
-                variable={"steps": "list", "image": "list"},
+                layout={"steps": "list", "image": "list"},
                 **{"sampler": Mixture(SHARES, SAMPLES), **options},
             ),
             read_mixture,
@@ -169,7 +169,7 @@ CASES: dict[str, tuple[Callable[[Path, int], L.LightningDataModule], Any]] = {
                 SCENES,
                 store_dir=path,
                 batch_size=size,
-                variable={"objects": form},
+                layout={"objects": form},
                 with_row_numbers=True,
             ),
             read_records,
@@ -178,7 +178,7 @@ CASES: dict[str, tuple[Callable[[Path, int], L.LightningDataModule], Any]] = {
     },
     "encoded images": (
         lambda path, size: MemmapDataModule(
-            EncodedImages(60), store_dir=path, batch_size=size, variable=FORMS
+            EncodedImages(60), store_dir=path, batch_size=size, decode=DECODE
         ),
         read_images,
     ),
@@ -188,7 +188,7 @@ CASES: dict[str, tuple[Callable[[Path, int], L.LightningDataModule], Any]] = {
             store_dir=path,
             batch_size=size,
             sampler=Bucketed("sound", GLOBAL_BATCH, num_buckets=5),
-            variable={"sound": "pad", "ids": "jagged", "image": "list"},
+            layout={"sound": "pad", "ids": "jagged", "image": "list"},
         ),
         read_bucketed,
     ),

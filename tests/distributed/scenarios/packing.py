@@ -58,7 +58,7 @@ def make_data(path: Path, processes: int) -> MemmapDataModule:
         batch_size=GLOBAL_BATCH // processes,
         num_shards=8,
         sampler=Packed("tokens", LENGTH, weight="num_targets"),
-        variable={"inner.labels": {"form": "pad", "value": -100}},
+        layout={"inner.labels": {"value": -100}},
     )
 
 

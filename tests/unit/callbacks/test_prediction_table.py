@@ -262,26 +262,26 @@ class TestStructure:
             predict(tmp_path, module)
         assert nothing_at(tmp_path)
         _, _, argument = str(raised.value).rpartition("variable=")
-        forms = ast.literal_eval(argument.removesuffix(")"))
-        assert forms == {"mask": {"form": "pad", "dims": 2}, "logits": "pad"}
-        store = predict(tmp_path, module, variable=forms)
+        variable = ast.literal_eval(argument.removesuffix(")"))
+        assert variable == {"mask": 2, "logits": 1}
+        store = predict(tmp_path, module, variable=variable)
         for row in range(NUM_ROWS):
             assert (store[row]["mask"] == row).all()
             assert store[row]["mask"].shape[0] == 1 + row % 3
             assert (store[row]["logits"] == row).all()
             assert len(store[row]["logits"]) == store[row]["mask"].shape[1] + 1
 
-    @pytest.mark.parametrize("form", ["nullable", "decode", {"form": "pad", "nullable": True}])
-    def test_form_that_is_not_of_lengths_is_refused(self, tmp_path: Path, form: Any) -> None:
-        with pytest.raises(ValueError, match=r"variable: .*'mask'"):
-            PredictionTable(tmp_path / "table", variable={"mask": form})
+    @pytest.mark.parametrize("dims", [0, "pad", None])
+    def test_wrong_number_of_dimensions_is_rejected(self, tmp_path: Path, dims: Any) -> None:
+        with pytest.raises((TypeError, ValueError), match=r"variable\['mask'\]"):
+            PredictionTable(tmp_path / "table", variable={"mask": dims})
 
     def test_unknown_field_in_variable_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(SchemaError, match=r"variable: .*'maks'.*'mask'"):
             predict(
                 tmp_path,
                 Predictor(lambda batch, _: {"mask": masks(batch["row"])}),
-                variable={"maks": "pad"},
+                variable=["maks"],
             )
 
     def test_predictions_that_need_gradients_are_stored(self, tmp_path: Path) -> None:

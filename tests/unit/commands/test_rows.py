@@ -150,9 +150,8 @@ def test_rows_that_are_dropped_are_found_in_no_step(command: Command) -> None:
 
 def test_windows_are_found_by_the_names_that_are_listed(command: Command, tmp_path: Path) -> None:
     build_store(Series([30] * 8), tmp_path / "series" / "train", progress=False)
-    form = {"form": "windows", "length": 8, "stride": 3}
-    windows = {"value": form, "time": form}
-    command.write(store_dir=str(tmp_path / "series"), variable=windows)
+    windows = {"fields": ["value", "time"], "length": 8, "stride": 3}
+    command.write(store_dir=str(tmp_path / "series"), windows=windows)
     rows = command.step("--devices", 1, "--step", 2)["rows"]
     name = ":".join(map(str, rows[0]))
     assert command.step("--devices", 1, "--find", name)["run_steps"] == [2]

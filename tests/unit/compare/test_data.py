@@ -116,30 +116,30 @@ class Sum(Regression):
         return ((self(batch["x"].values) - batch["y"].values).square()[..., 0] * mask).mean()
 
 
-WINDOWS: Any = {"x": Windows(6, 3), "y": Windows(6, 3)}
+WINDOWS = Windows(["x", "y"], 6, 3)
 
 
 @pytest.mark.parametrize(
     ("rows", "options"),
     [
-        (Series(60), {"variable": WINDOWS, "transform": Jitter()}),
+        (Series(60), {"windows": WINDOWS, "transform": Jitter()}),
         (
             Series(60),
             {
-                "variable": WINDOWS,
+                "windows": WINDOWS,
                 "subset": Subset(range(0, 60, 2)),
                 "sampler": Weighted("row", num_samples=99),
             },
         ),
         (
             {"a": Series(30), "b": Series(20, offset=5000)},
-            {"variable": WINDOWS, "sampler": Mixture({"a": 0.7, "b": 0.3}, num_samples=99)},
+            {"windows": WINDOWS, "sampler": Mixture({"a": 0.7, "b": 0.3}, num_samples=99)},
         ),
         ({"a": Series(60), "b": Series(40, 5000)}, {"sampler": Mixture({"a": 0.7, "b": 0.3})}),
         (Series(ROWS), {"sampler": Bucketed("x", 16, 2)}),
         (
             Series(ROWS),
-            {"sampler": Curriculum({0: Weighted("row"), 1: None}), "variable": {"words": "jagged"}},
+            {"sampler": Curriculum({0: Weighted("row"), 1: None}), "layout": {"words": "jagged"}},
         ),
         (Streamed(), {}),
     ],
@@ -152,7 +152,7 @@ def test_variants_have_the_same_rows_in_any_order(
     data = normalized_datamodule(MemmapDataModule(rows, **options))
     found, expected = prepare_store(data, DEVICES, STEPS)
     assert found["transform_is_random"] == ("transform" in options)
-    model = Regression if options.get("variable") is WINDOWS else Sum
+    model = Regression if options.get("windows") is WINDOWS else Sum
     checks = {
         variant: check_run(tmp_path, variant, model, rows=rows, **options)
         for variant in ("auto", "memmap_superbatch", "auto+workers0")

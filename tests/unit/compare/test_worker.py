@@ -172,7 +172,7 @@ def test_fewer_rows_than_a_step_are_refused(tmp_path: Path) -> None:
         facts_of(sections)
 
 
-@pytest.mark.parametrize("sound", ["jagged", {"form": "pad", "value": -1, "multiple": 8}])
+@pytest.mark.parametrize("sound", ["jagged", {"value": -1, "multiple": 8}])
 def test_rows_that_differ_in_length_are_compared_without_their_padding(
     tmp_path: Path, sound: Any
 ) -> None:
@@ -180,7 +180,7 @@ def test_rows_that_differ_in_length_are_compared_without_their_padding(
         tmp_path,
         "tests.models.Sounds",
         train_dataset={"class_path": "tests.datasets.Ragged", "init_args": {"num_rows": ROWS}},
-        variable={"sound": sound, "image": "list"},
+        layout={"sound": sound, "image": "list"},
     )
     parities, _ = compare(tmp_path, (*VARIANTS, "memmap_dp"), sections)
     for parity in parities.values():

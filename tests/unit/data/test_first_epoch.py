@@ -188,7 +188,7 @@ def test_training_is_that_from_a_finished_store_on_any_number_of_devices(
 
 def finish(path: Path, sets: dict[str, Dataset[Any]], options: dict[str, Any]) -> None:
     """Build what a training has left unfinished."""
-    kept = {name: options[name] for name in ("num_shards", "variable") if name in options}
+    kept = {"num_shards": options.get("num_shards"), "variable": [*options.get("layout", ())]}
     for name, dataset in sets.items():
         store = path / "stores" / "train" / (name if len(sets) > 1 else "")
         gated = Gated(dataset, path / f"{name}.rows")
@@ -637,14 +637,14 @@ class Ages(Points):
         return {"row": row, "age": row if row in (3, 200) else None}
 
 
-def test_what_the_first_rows_do_not_tell_is_taken_from_its_form(tmp_path: Path) -> None:
+def test_what_the_first_rows_do_not_tell_is_declared(tmp_path: Path) -> None:
     data = MemmapDataModule(
         Ages(ROWS),
         store_dir=tmp_path,
         num_workers=2,
         build="while_training",
         fingerprint="1",
-        variable={"age": "nullable"},
+        nullable=["age"],
     )
     assert sorted(rows_in(set_up(data, "fit").train_dataloader())) == list(range(ROWS))
     data.teardown()

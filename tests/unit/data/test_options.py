@@ -25,8 +25,8 @@ from lightning_memmap.sampling import (
     Subset,
     Weighted,
 )
-from lightning_memmap.schema import Decode, Form, Jagged, Pad, Windows
-from lightning_memmap.schema.forms import read_forms
+from lightning_memmap.schema import Decode, Layout, Pad, Windows
+from lightning_memmap.schema.forms import read_declared, read_layouts
 from lightning_memmap.store import ImageFolder, TokenStream
 
 NO_COUNTS = (2**70, -1, math.nan, math.inf, 1.5, True, "3", torch.tensor(3), [], {}, b"3", object())
@@ -71,10 +71,10 @@ def test_any_value_of_an_option_is_taken_or_refused_by_name(tmp_path: Path, name
         (lambda count: KFold(3, seed=count), "seed"),
         (lambda count: Parts(count), "num_parts"),
         (lambda count: RandomSplit(seed=count), "seed"),
-        (lambda count: Jagged(dims=count), "dims"),
+        (lambda count: read_declared({"x": count}, None), "variable"),
         (lambda count: Pad(multiple=count), "multiple"),
-        (lambda count: Windows(count, 1), "length"),
-        (lambda count: Windows(1, count), "stride"),
+        (lambda count: Windows("x", count, 1), "length"),
+        (lambda count: Windows("x", 1, count), "stride"),
         (lambda count: Decode(num_threads=count), "num_threads"),
     ],
 )
@@ -94,7 +94,18 @@ def test_count_is_one_of_python_or_refused_by_name(make: Callable[[Any], Any], n
         (lambda: TokenStream(np.zeros(9), 4, start=True), "start=True"),
         (lambda: TokenStream(np.zeros(9), 4, row_tokens=2**70), f"row_tokens={2**70}"),
         (lambda: ImageFolder(None), "None: "),  # type: ignore[arg-type]
-        (lambda: read_forms({"a": Form()}), "for field 'a' is no form"),
+        (lambda: read_layouts({"a": Layout}), r"layout\['a'\]"),
+        (lambda: read_layouts({"a": "pads"}), r"layout\['a'\]='pads'"),
+        (lambda: read_layouts({"a": {"valu": 1}}), r"layout\['a'\].*valu"),
+        (lambda: read_layouts({"a": {"multiple": 0}}), r"layout\['a'\].*multiple=0"),
+        (lambda: read_layouts("pad"), "layout='pad'"),  # type: ignore[arg-type]
+        (lambda: read_layouts({1: "pad"}), "layout="),  # type: ignore[dict-item]
+        (lambda: read_declared({"a": "pad"}, None), r"variable\['a'\]"),  # type: ignore[dict-item]
+        (lambda: read_declared({"a": 0}, None), r"variable\['a'\]"),
+        (lambda: read_declared([1], None), "variable="),  # type: ignore[list-item]
+        (lambda: read_declared(["a", "a"], None), "variable="),
+        (lambda: read_declared(None, {"a": "x", 2: 1}), "nullable="),  # type: ignore[dict-item]
+        (lambda: read_declared(None, 3), "nullable=3"),  # type: ignore[arg-type]
     ],
 )
 def test_value_of_another_kind_is_refused(make: Callable[[], Any], words: str) -> None:
@@ -105,7 +116,7 @@ def test_value_of_another_kind_is_refused(make: Callable[[], Any], words: str) -
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("collate_fn", "`variable`.*`transform`"),
+        ("collate_fn", "`layout`.*`transform`"),
         ("pin_memory", "pinned"),
         ("batch_sampler", "`batch_size` and a `sampler`"),
     ],

@@ -18,11 +18,10 @@ from lightning_memmap.errors import DatasetError
 from lightning_memmap.loading import Scaled, fetch, image_decoder
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.split import SplitRows
-from lightning_memmap.loading.variable_batch import FormedCollate
+from lightning_memmap.loading.variable_batch import LayoutCollate
 from lightning_memmap.schema import Decode
-from lightning_memmap.schema.forms import read_forms
 from lightning_memmap.store import Store, build_store
-from tests.datasets import FORMS, HEIGHT, WIDTH, EncodedImages, assert_images, encoded
+from tests.datasets import DECODE, HEIGHT, WIDTH, EncodedImages, assert_images, encoded
 from tests.models import Brightness, make_trainer
 from tests.rows import cpus, make_split
 from tests.rows import loader_over as rows_loader
@@ -39,7 +38,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 def loader_over(
     store: Store, rows: SplitRows, batch_size: int, shuffled: bool = True, **options: Any
 ) -> SuperBatchLoader:
-    options = {"collate": FormedCollate(store.schema, read_forms(FORMS)), **options}
+    options = {"collate": LayoutCollate(store.schema, None, DECODE), **options}
     return rows_loader(store, rows, batch_size, shuffle=shuffled, seed=3, **options)
 
 
@@ -71,7 +70,7 @@ def test_next_step_is_decoded_while_a_step_is_used_and_each_image_once(
 ) -> None:
     # Otherwise, the images of steps that are as small as these are in one fetch.
     monkeypatch.setattr(fetch, "_FETCH_STEPS", 1)
-    rows = make_split(store, num_devices, forms=FORMS)
+    rows = make_split(store, num_devices, decode=DECODE)
     counter = Counter(monkeypatch)
     loader = loader_over(
         store, rows, 12 // num_devices, transform=transform, topology=cpus(num_devices)
@@ -95,7 +94,7 @@ def test_epoch_that_is_alive_as_the_interpreter_ends_is_closed_quietly(
     def shutdown(*_: object, **__: object) -> None:
         raise AttributeError("'NoneType' object has no attribute 'Empty'")
 
-    steps = iter(loader_over(store, make_split(store, 1, forms=FORMS), 6))
+    steps = iter(loader_over(store, make_split(store, 1, decode=DECODE), 6))
     next(steps)
     with monkeypatch.context() as patched:
         # As it is then: the modules that this needs are gone.
@@ -113,7 +112,7 @@ def test_threads_end_with_the_epoch(
     store: Store, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetch, "_FETCH_STEPS", 1)
-    rows = make_split(store, 2, forms=FORMS)
+    rows = make_split(store, 2, decode=DECODE)
     steps = iter(loader_over(store, rows, 6, transform=lambda batch: batch, topology=cpus(2)))
     next(steps)
     assert _num_threads() > 0
@@ -152,7 +151,7 @@ def test_row_that_is_no_image_is_named(
 ) -> None:
     dataset = EncodedImages(40, broken={29: data, 31: data})
     store = build_store(dataset, tmp_path / "s", num_shards=4, progress=False)
-    rows = make_split(store, num_devices, forms=FORMS)
+    rows = make_split(store, num_devices, decode=DECODE)
     loader = loader_over(store, rows, 20 // num_devices, shuffled=False, topology=cpus(num_devices))
     with pytest.raises(DatasetError, match=f"^field 'image', row 29: .*{reason}.*: repair"):
         take_all(loader)
@@ -164,15 +163,15 @@ def test_image_of_another_size_is_named_with_the_ways_out(tmp_path: Path) -> Non
     for name, other in (("turned", turned), ("larger", larger)):
         dataset = EncodedImages(20, broken={7: other})
         store = build_store(dataset, tmp_path / name, num_shards=4, progress=False)
-        loader = loader_over(store, make_split(store, 1, forms=FORMS), 5)
+        loader = loader_over(store, make_split(store, 1, decode=DECODE), 5)
         with pytest.raises(
             DatasetError,
             match=rf"row 7: .*\d+ x \d+ .*{HEIGHT} x {WIDTH}"
             r".*Decode\(size=.*or store them decoded",
         ):
             take_all(loader)
-        forms = {**FORMS, "image": Decode(size=(5, 6))}
-        for step in loader_over(store, make_split(store, 1, forms=forms), 5):
+        decode = {**DECODE, "image": Decode(size=(5, 6))}
+        for step in loader_over(store, make_split(store, 1, decode=decode), 5):
             assert step.to("cpu")["image"].shape[1:] == (3, 5, 6)
 
 
@@ -180,25 +179,25 @@ def test_first_row_that_is_no_image_is_named_at_set_up(tmp_path: Path) -> None:
     dataset = EncodedImages(20, broken={0: b"nothing"})
     store = build_store(dataset, tmp_path / "s", num_shards=4, progress=False)
     with pytest.raises(DatasetError, match="field 'image', row 0: "):
-        make_split(store, 1, forms=FORMS)
+        make_split(store, 1, decode=DECODE)
 
 
 @pytest.mark.parametrize(
     ("sample", "words"),
     [
         ({"image": torch.zeros(3, 4, 4, dtype=torch.uint8)}, "stored decoded, leave it out"),
-        ({"image": "a.png"}, "give bytes in the dataset"),
-        ({"image": 5}, "give bytes in the dataset"),
+        ({"image": "a.png"}, "return bytes in the dataset"),
+        ({"image": 5}, "return bytes in the dataset"),
     ],
 )
 def test_field_that_has_no_bytes_is_not_decoded(
     tmp_path: Path, sample: dict[str, Any], words: str
 ) -> None:
-    store = build_store([sample] * 4, tmp_path / "s", progress=False, variable={"image": "decode"})
+    store = build_store([sample] * 4, tmp_path / "s", progress=False)
     with pytest.raises(ValueError, match=f"field 'image' is .*{words}"):
-        make_split(store, 1, forms={"image": Decode()})
+        make_split(store, 1, decode={"image": Decode()})
     with pytest.raises(ValueError, match=f"field 'image' is .*{words}"):
-        FormedCollate(store.schema, {"image": Decode()})
+        LayoutCollate(store.schema, None, {"image": Decode()})
 
 
 @pytest.mark.parametrize("residency", ["mmap", "stream"])
@@ -206,7 +205,7 @@ def test_process_that_was_forked_meanwhile_goes_on(
     store: Store, residency: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetch, "_FETCH_STEPS", 1)
-    rows = make_split(store, 1, residency=residency, window=1, forms=FORMS)
+    rows = make_split(store, 1, residency=residency, window=1, decode=DECODE)
     options: Any = {"shuffled": False, "shuffle_block": 1, "transform": lambda batch: batch}
     loader = loader_over(store, rows, 6, **options)
     order = loader.order.dataset_rows(0, range(NUM_ROWS)).tolist()
@@ -227,7 +226,7 @@ def test_process_that_was_forked_meanwhile_goes_on(
 def test_images_that_are_none_are_refused(tmp_path: Path) -> None:
     pixels = np.zeros((4, 5, 3), np.uint8)
     rows: Any = [{"i": encoded(pixels) if row % 3 else None} for row in range(24)]
-    data = MemmapDataModule(rows, store_dir=tmp_path, batch_size=8, variable={"i": "decode"})
+    data = MemmapDataModule(rows, store_dir=tmp_path, batch_size=8, decode={"i": Decode()})
     data.prepare_data()
     with pytest.raises(ValueError, match="field 'i' may be missing or several"):
         _first_batch(data)
@@ -267,7 +266,7 @@ def test_scale_and_offset_bring_points_of_a_file_to_its_scaled_image(
         store_dir=tmp_path,
         batch_size=8,
         residency=residency,
-        variable={"image": Decode(size=(64, 48), with_scale=True)},
+        decode={"image": Decode(size=(64, 48), with_scale=True)},
         with_row_numbers=numbered,
         transform=(lambda batch: batch) if devices > 1 else None,
     )

@@ -13,16 +13,16 @@ from lightning_memmap.loading.device_streams import upload
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.nested import dense_tensors, named_leaves, send_leaf, with_leaves
 from lightning_memmap.loading.split import load_split
-from lightning_memmap.loading.variable_batch import FormedCollate
+from lightning_memmap.loading.variable_batch import LayoutCollate
 from lightning_memmap.loading.variable_rows import rows_in_memory
 from lightning_memmap.placement.plan import Residency, plan_placement
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import ShuffledSampler
 from lightning_memmap.schema.fields import DTYPES, Field
-from lightning_memmap.schema.forms import read_forms
+from lightning_memmap.schema.forms import read_layouts
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.transforms import OnSuperBatch
-from tests.datasets import FORMS, EncodedImages, Ragged, assert_images, assert_ragged
+from tests.datasets import DECODE, EncodedImages, Ragged, assert_images, assert_ragged
 from tests.models import IS_SIMULATED
 from tests.rows import CPU, assembled, loader_over, make_loader, size_of, split_with
 
@@ -132,9 +132,9 @@ def test_rows_that_differ_in_length_on_a_gpu_are_those_of_the_dataset(
     ragged_store: Store, form: str, residency: str, transform: Any
 ) -> None:
     dataset, root, store = Ragged(96), torch.device("cuda", 0), ragged_store
-    variable: dict[str, Any] = dict.fromkeys(("sound", "ids"), form)
-    variable["image"] = "list" if form == "jagged" else form
-    collate = FormedCollate(store.schema, read_forms(variable))
+    layout: dict[str, Any] = dict.fromkeys(("sound", "ids"), form)
+    layout["image"] = "list" if form == "jagged" else form
+    collate = LayoutCollate(store.schema, read_layouts(layout))
     loader = gpu_loader(store, residency, transform=transform, collate=collate)
     order = loader.order.dataset_rows(0, range(96)).tolist()
     for batch in loader.assembled(root, prefetch=2):
@@ -175,15 +175,15 @@ def test_decoded_images_are_copied_to_the_data_devices(
     tmp_path: Path, residency: str, prefetch: int, transform: Any
 ) -> None:
     store = build_store(EncodedImages(90), tmp_path / "s", num_shards=12, progress=False)
-    root, forms = torch.device("cuda", 0), read_forms(FORMS)
+    root = torch.device("cuda", 0)
     for devices in ((root,), (root, root), (CPU, root)):
         placed = residency if CPU not in devices else "mmap"
         topology = DataTopology(devices)
-        rows = split_with(store, topology, (Residency(placed),) * 12, forms=FORMS)
+        rows = split_with(store, topology, (Residency(placed),) * 12, decode=DECODE)
         sampler = ShuffledSampler(rows.pool, 3)
         loader = SuperBatchLoader(
-            rows, topology, sampler, 12 // len(devices), collate=FormedCollate(store.schema, forms),
-            transform=transform,
+            rows, topology, sampler, 12 // len(devices), transform=transform,
+            collate=LayoutCollate(store.schema, None, DECODE),
         )  # fmt: skip
         order = sampler.dataset_rows(0, range(90)).tolist()
         for batch in loader.assembled(root, prefetch):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_memmap.loading import row_file
 from lightning_memmap.loading.loader import SuperBatchLoader
-from lightning_memmap.loading.variable_batch import FormedCollate
+from lightning_memmap.loading.variable_batch import LayoutCollate
 from lightning_memmap.loading.variable_rows import Padded
 from lightning_memmap.placement.plan import Residency
 from lightning_memmap.placement.topology import DataTopology
@@ -19,9 +19,9 @@ from lightning_memmap.sampling import Bucketed, SamplerFactory, Weighted
 from lightning_memmap.sampling.rows import striping
 from lightning_memmap.schema import Windows
 from lightning_memmap.schema.fields import DTYPES
-from lightning_memmap.schema.forms import read_forms
+from lightning_memmap.schema.forms import read_layouts
 from lightning_memmap.store import Store, build_store
-from tests.datasets import FORMS, EncodedImages, Series
+from tests.datasets import DECODE, EncodedImages, Series
 from tests.rows import (
     CPU,
     NumberedRows,
@@ -38,13 +38,12 @@ KINDS = ["rows", "items", "images", "windows"]
 NUM_ROWS, LENGTH = 97, 8
 #: Of series, of which some are shorter than a window.
 LENGTHS = [3 + row * 7 % 30 for row in range(40)]
-FORMS_OF: dict[str, dict[str, Any]] = {
-    "items": VARIABLE,
-    "images": FORMS,
+LAYOUTS_OF: dict[str, dict[str, Any]] = {
+    "items": {"boxes": "pad", "wide": "list"},
     "dtypes": {f"{name} jagged": "jagged" for name in DTYPES},
 }
 #: What a batch has for rows that differ in length.
-FORMS_OF_ITEMS: list[dict[str, Any]] = [
+LAYOUTS_OF_ITEMS: list[dict[str, Any]] = [
     {},
     {"sound": "jagged", "boxes": "jagged"},
     {"sound": "list", "boxes": "list"},
@@ -80,7 +79,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Store]:
             dataset,
             path / kind,
             num_shards=12,
-            variable=VARIABLE if kind == "items" else {},
+            variable=VARIABLE if kind == "items" else None,
             progress=False,
         )
         for kind, dataset in datasets.items()
@@ -93,7 +92,7 @@ def make(
     residency: str,
     *,
     stride: int = 3,
-    forms: Any = None,
+    layout: Any = None,
     factory: SamplerFactory | None = None,
     **options: Any,
 ) -> SuperBatchLoader:
@@ -103,16 +102,19 @@ def make(
     if kind == "windows":
         if factory is not None:
             options |= {"factory": factory, "subset": None}
-        return make_window_loader(store, Windows(LENGTH, stride), residency=residency, **options)
-    given = {**FORMS_OF.get(kind, {}), **((forms or {}) if kind == "items" else {})}
-    options["collate"] = FormedCollate(store.schema, read_forms(given))
+        return make_window_loader(
+            store, Windows(("value", "time"), LENGTH, stride), residency=residency, **options
+        )
+    given = {**LAYOUTS_OF.get(kind, {}), **((layout or {}) if kind == "items" else {})}
+    decode = DECODE if kind == "images" else None
+    options["collate"] = LayoutCollate(store.schema, read_layouts(given), decode)
     if residency != "mixed":
-        return make_loader(store, residency=residency, forms=given, **options)
+        return make_loader(store, residency=residency, decode=decode, **options)
     topology = DataTopology((CPU,) * options.pop("num_devices"), options.pop("rank", 0))
     shards = striping(12, topology.num_data_devices)
     kinds = Residency.DEVICE, Residency.MMAP, Residency.HOST
     where = tuple(kinds[shard % 5 % 3] for shard in range(shards))
-    split = split_with(store, topology, where, options.pop("subset", None), None, given)
+    split = split_with(store, topology, where, options.pop("subset", None), None, decode)
     assert len(split.sources) > 1
     options.pop("window")
     return loader_over(store, split, options.pop("batch_size"), topology, **options)
@@ -139,7 +141,7 @@ def setups(draw: st.DrawFn) -> dict[str, Any]:
         "shuffle": draw(st.booleans()),
         "transform": draw(st.sampled_from([None, lambda batch: batch])),
         "stride": draw(st.sampled_from([1, 3, 8, 11])),
-        "forms": draw(st.sampled_from(FORMS_OF_ITEMS)),
+        "layout": draw(st.sampled_from(LAYOUTS_OF_ITEMS)),
     }
 
 

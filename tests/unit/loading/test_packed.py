@@ -48,7 +48,7 @@ def data_of(path: Path, dataset: Any = None, **options: Any) -> MemmapDataModule
         dataset or Documents(),
         store_dir=path,
         sampler=sampler,
-        variable={"inner.labels": {"form": "pad", "value": -100}},
+        layout={"inner.labels": {"value": -100}},
         **options,
     )
 

@@ -168,7 +168,7 @@ class TestDecoding:
             Files(files),
             store_dir=tmp_path,
             batch_size=8,
-            variable={"image": Decode(size=16, crop="random_resized")},
+            decode={"image": Decode(size=16, crop="random_resized")},
         )
         data.prepare_data()
         data.setup("fit")
@@ -217,7 +217,7 @@ def fit(path: Path, files: list[bytes], strategy: str, devices: int, **options: 
         Files(files[:6]),
         store_dir=path / "stores",
         batch_size=12 // devices,
-        variable={"image": decode, "copy": decode},
+        decode={"image": decode, "copy": decode},
         **options,
     )
     module = Noting()

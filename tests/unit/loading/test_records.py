@@ -11,9 +11,10 @@ from torch import Tensor
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import RowList
 from lightning_memmap.loading.nested import dense_tensors, is_on, named_leaves, send_leaf
-from lightning_memmap.loading.variable_batch import FormedCollate
+from lightning_memmap.loading.variable_batch import LayoutCollate
 from lightning_memmap.sampling import Subset
-from lightning_memmap.schema import Form, Masked, Nullable, Pad, Rows
+from lightning_memmap.schema import Layout, Masked, Pad
+from lightning_memmap.schema.forms import ListOfRows, read_declared
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.transforms import PerSample
 from tests.datasets import Scenes, assert_scenes
@@ -22,10 +23,10 @@ from tests.rows import CPU, assert_gives_all_rows, cpus, make_split
 from tests.rows import loader_over as rows_loader
 
 NUM_ROWS = 120
-FORMS: dict[str, dict[str, Form]] = {
+LAYOUTS: dict[str, dict[str, Layout]] = {
     "list": {},
     "pad": {"objects": Pad(), "objects.label": Pad(value=0)},
-    "sound list": {"sound": Rows()},
+    "sound list": {"sound": ListOfRows()},
 }
 
 
@@ -36,7 +37,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def loader_over(store: Store, rows: Any, batch_size: int, form: str, **options: Any) -> Any:
-    collate = FormedCollate(store.schema, FORMS[form])
+    collate = LayoutCollate(store.schema, LAYOUTS[form])
     return rows_loader(store, rows, batch_size, shuffle=True, seed=3, collate=collate, **options)
 
 
@@ -48,7 +49,7 @@ def loader_over(store: Store, rows: Any, batch_size: int, form: str, **options: 
         (2, PerSample(lambda row: row)),
     ],
 )
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", LAYOUTS)
 def test_batches_do_not_depend_on_the_number_of_data_devices(
     store: Store, form: str, num_devices: int, transform: Any
 ) -> None:
@@ -74,19 +75,26 @@ def test_rows_of_records_are_sent_in_one_copy_for_each_dtype(store: Store) -> No
 
 
 @pytest.mark.parametrize(
-    ("forms", "words"),
+    ("layouts", "words"),
     [
-        ({"objects.label": Pad()}, "some fields of the list 'objects' are given row by row"),
-        ({"row": Nullable()}, "no row of field 'row' may be None"),
-        ({"objects": Pad(value=-1)}, "'objects.mask' is bool, which does not have the value -1"),
+        ({"objects.label": Pad()}, "layout: .*'objects'"),
+        ({"objects": Pad(value=-1)}, "layout: .*'objects.mask'.*value=-1"),
         ({"object": Pad()}, "'object'.*'objects.label'"),
     ],
 )
-def test_form_that_a_list_cannot_have_is_refused(
-    store: Store, forms: dict[str, Form], words: str
+def test_layout_that_a_list_cannot_have_is_refused(
+    store: Store, layouts: dict[str, Layout], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        FormedCollate(store.schema, forms)
+        LayoutCollate(store.schema, layouts)
+
+
+def test_field_that_may_not_be_none_is_not_declared(store: Store) -> None:
+    with pytest.raises(ValueError, match=r"nullable: .*'row'"):
+        store.schema.check_declared(read_declared(None, ["row"]))
+    with pytest.raises(ValueError, match=r"variable: .*'row'"):
+        store.schema.check_declared(read_declared(["row"], None))
+    store.schema.check_declared(read_declared(["objects"], None))
 
 
 def test_rows_of_several_fields_are_in_the_parts_of_a_masked_value() -> None:

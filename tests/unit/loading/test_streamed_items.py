@@ -26,7 +26,7 @@ from lightning_memmap.store import Store, build_store
 from lightning_memmap.store.open_columns import ItemRows
 from tests.rows import CPU, StridedRows, chosen_of, make_split, size_of
 
-VARIABLE = {"grid": "pad", "boxes": "pad", "wide": "list", "empty": "pad"}
+VARIABLE = ["grid", "boxes", "wide", "empty"]
 
 
 def sample(row: int) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class TestMemory:
             {"x": torch.zeros(2**16 if 500 < row < 520 else 10, dtype=torch.uint8)}
             for row in range(4000)
         ]
-        path, variable = tmp_path / "s", {"x": "pad"}
+        path, variable = tmp_path / "s", ["x"]
         store = build_store(rows, path, num_shards=4, variable=variable, progress=False)
         pool = make_split(store).pool
         column = store.column("x")

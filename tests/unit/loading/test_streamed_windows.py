@@ -111,7 +111,7 @@ def test_each_token_is_read_about_once_however_much_windows_overlap(
         shuffle=shuffle,
         residency="stream",
         shuffle_block=max(1, 6000 // stride),
-        variable={"tokens": Windows(length, stride)},
+        windows=Windows("tokens", length, stride),
     )
     set_up(data, "fit")
     count = 0
@@ -127,8 +127,8 @@ def test_memory_holds_each_step_once(tmp_path: Path, tokens: np.ndarray) -> None
     store = build_store(
         TokenStream(tokens, 64, 1, row_tokens=20_000), tmp_path / "s", num_shards=4, progress=False
     )
-    options: dict[str, Any] = {"fields": ("tokens",), "residency": "stream", "window": 10_000}
-    loader = make_window_loader(store, Windows(64, 1), **options)
+    options: dict[str, Any] = {"residency": "stream", "window": 10_000}
+    loader = make_window_loader(store, Windows("tokens", 64, 1), **options)
     (source,) = loader._rows.sources
     assert isinstance(source, Stream)
     steps = StreamMemory(source).items.memory[0]
@@ -136,10 +136,10 @@ def test_memory_holds_each_step_once(tmp_path: Path, tokens: np.ndarray) -> None
     assert 40_000 * 2 <= steps.nbytes < 44_000 * 2
     for memory in (2 * 44_000 * 2, 2 * 30_000 * 2):
         if memory > 2 * 40_000 * 2:
-            make_window_loader(store, Windows(64, 1), **options, memory=memory)
+            make_window_loader(store, Windows("tokens", 64, 1), **options, memory=memory)
             continue
         with pytest.raises(PlacementError, match=r"Use shuffle_block=7\d\d\d or less"):
-            make_window_loader(store, Windows(64, 1), **options, memory=memory)
+            make_window_loader(store, Windows("tokens", 64, 1), **options, memory=memory)
 
 
 def test_window_that_is_not_given_has_512_mib_of_steps(tmp_path: Path, tokens: np.ndarray) -> None:
@@ -148,7 +148,7 @@ def test_window_that_is_not_given_has_512_mib_of_steps(tmp_path: Path, tokens: n
             TokenStream(tokens, length, stride, row_tokens=20_000),
             store_dir=tmp_path / str(stride),
             residency="stream",
-            variable={"tokens": Windows(length, stride)},
+            windows=Windows("tokens", length, stride),
         )
         set_up(data, "fit")
         assert data.placement is not None

@@ -18,12 +18,12 @@ from lightning_memmap.loading import RowList, variable_rows
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.transform import OnSuperBatch
-from lightning_memmap.loading.variable_batch import FormedCollate
+from lightning_memmap.loading.variable_batch import LayoutCollate
 from lightning_memmap.loading.variable_rows import VariableRows, rows_in_memory
 from lightning_memmap.sampling import SequentialSampler
-from lightning_memmap.schema import Form, Jagged, Pad, Rows
+from lightning_memmap.schema import Layout, Pad
 from lightning_memmap.schema.fields import Field
-from lightning_memmap.schema.forms import FetchedRows
+from lightning_memmap.schema.forms import FetchedRows, Jagged, ListOfRows
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.transforms import PerSample
 from tests.datasets import Ragged, assert_ragged, padded
@@ -39,18 +39,18 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return build_store(Ragged(NUM_ROWS), path, num_shards=12, progress=False)
 
 
-FORMS: dict[str, dict[str, Form]] = {
+LAYOUTS: dict[str, dict[str, Layout]] = {
     "pad": {},
     "pad with": {name: Pad(value=7, multiple=4) for name in ("sound", "image", "ids")},
-    "jagged": {"sound": Jagged(), "image": Rows(), "ids": Jagged()},
-    "list": {name: Rows() for name in ("sound", "image", "ids")},
+    "jagged": {"sound": Jagged(), "image": ListOfRows(), "ids": Jagged()},
+    "list": {name: ListOfRows() for name in ("sound", "image", "ids")},
 }
 
 
 def loader_over(
     store: Store, rows: SplitRows, batch_size: int, form: str = "pad", **options: Any
 ) -> SuperBatchLoader:
-    collate = FormedCollate(store.schema, FORMS[form])
+    collate = LayoutCollate(store.schema, LAYOUTS[form])
     return rows_loader(store, rows, batch_size, shuffle=True, seed=3, collate=collate, **options)
 
 
@@ -58,7 +58,7 @@ def loader_over(
     ("num_devices", "transform"),
     [(1, None), (2, None), (3, None), (4, None), (3, lambda batch: batch)],
 )
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", LAYOUTS)
 def test_batches_do_not_depend_on_the_number_of_data_devices(
     store: Store, form: str, num_devices: int, transform: Any
 ) -> None:
@@ -71,7 +71,7 @@ def test_batches_do_not_depend_on_the_number_of_data_devices(
     assert_gives_all_rows(loader, Ragged(NUM_ROWS), partial(assert_ragged, **options))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", LAYOUTS)
 def test_batches_of_each_device_have_the_widths_of_the_step(store: Store, form: str) -> None:
     whole = loader_over(store, make_split(store, 3), 4, form, topology=cpus(3))
     apart = loader_over(
@@ -212,20 +212,20 @@ def test_index_that_changes_after_it_was_opened_is_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("forms", "words"),
+    ("layouts", "words"),
     [
         ({"sounds": Pad()}, r"there is no field 'sounds', among \['row', 'sound'"),
         ({"row": Pad()}, r"all rows of field 'row' have the shape \(\): leave it out"),
         ({"image": Jagged()}, "'image' differs in 2 dimensions, and a jagged tensor in one"),
-        ({"image": Pad(value=-1)}, "field 'image' is uint8, which does not have the value -1"),
-        ({"ids": Pad(value=0.5)}, "field 'ids' is int64, which does not have the value 0.5"),
+        ({"image": Pad(value=-1)}, "'image' is uint8.*value=-1"),
+        ({"ids": Pad(value=0.5)}, "'ids' is int64.*value=0.5"),
     ],
 )
-def test_form_that_a_field_cannot_have_is_refused(
-    store: Store, forms: dict[str, Form], words: str
+def test_layout_that_a_field_cannot_have_is_refused(
+    store: Store, layouts: dict[str, Layout], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        FormedCollate(store.schema, forms)
+        LayoutCollate(store.schema, layouts)
 
 
 lengths = st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=1, max_size=12)
@@ -319,13 +319,13 @@ def test_padding_that_no_memory_can_hold_is_refused(num_variable: int) -> None:
 
 def test_form_of_a_user_needs_nothing_but_its_class(store: Store) -> None:
     @dataclass(frozen=True)
-    class Longest(Form):
+    class Longest(Layout):
         name = "longest"
 
         def batch(self, rows: FetchedRows) -> Any:
             return torch.tensor([max(len(row) for row in rows.listed())])
 
-    collate = FormedCollate(store.schema, {"ids": Longest()})
+    collate = LayoutCollate(store.schema, {"ids": Longest()})
     rows = make_split(store)
     loader = SuperBatchLoader(rows, cpus(1), SequentialSampler(rows.pool), 5, collate=collate)
     dataset = Ragged(NUM_ROWS)

@@ -9,7 +9,7 @@ from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema import Pad
+from lightning_memmap.schema.forms import Declared
 from lightning_memmap.schema.schema import Schema
 from tests.datasets import texts
 
@@ -94,7 +94,7 @@ def test_stacked_values_share_no_memory_with_the_samples() -> None:
 
 
 def test_samples_of_which_one_does_not_fit_are_not_stacked() -> None:
-    schema = Schema.infer([a_sample(2, 3, "ab", True)], {"array": Pad()})
+    schema = Schema.infer([a_sample(2, 3, "ab", True)], Declared({"array": 1}))
     wrong = {**a_sample(2, 3, "ab", True), "array": np.zeros((2, 4), ">i2")}
     for other in (wrong, {**wrong, "array": [1, 2]}, {**wrong, "array": torch.zeros(2, 3)}):
         with pytest.raises(SchemaError, match="'array"):

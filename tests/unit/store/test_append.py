@@ -31,7 +31,7 @@ def test_store_that_was_appended_to_is_that_of_all_rows_byte_for_byte(
 ) -> None:
     directory = tmp_path_factory.mktemp("append")
     rows = list(Mixed(sum(counts)))
-    options = {"num_shards": num_shards, "variable": Mixed.forms, **QUIET}
+    options = {"num_shards": num_shards, **Mixed.declared, **QUIET}
     ends = np.cumsum(counts).tolist()
     build_store(rows[: ends[0]], directory / "s", **options)
     for first, end in pairwise(ends):

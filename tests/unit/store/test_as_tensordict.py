@@ -145,8 +145,8 @@ def test_batches_of_rows_that_differ_in_length(ragged: Store) -> None:
 
 
 def test_records_and_missing_values(tmp_path: Path) -> None:
-    variable = {"objects.mask": {"form": "list", "dims": 3}, "objects.score": "nullable"}
-    store = build(tmp_path / "s", Scenes(NUM_ROWS), variable=variable)
+    declared: Any = {"variable": {"objects.mask": 3}, "nullable": ["objects.score"]}
+    store = build(tmp_path / "s", Scenes(NUM_ROWS), **declared)
     found, order = store.as_tensordict(), file_order()
     ages = zip(found["age", "values"].tolist(), found["age", "mask"].tolist(), strict=True)
     assert [age if mask else None for age, mask in ages] == [store[row]["age"] for row in order]
@@ -164,7 +164,7 @@ def test_items_of_a_field_of_one_shape_raises(built: Store) -> None:
 
 def test_row_without_items_and_field_without_bytes(tmp_path: Path) -> None:
     rows = [{"ids": torch.zeros(0, 3), "none": torch.zeros(0)}] * 20
-    store = build(tmp_path / "s", rows, variable={"ids": "list"})
+    store = build(tmp_path / "s", rows, variable=["ids"])
     found = pickle.loads(pickle.dumps(store.as_tensordict()))
     assert found["none"].shape == (20, 0)
     assert found["ids", "stop"].tolist() == [0] * 20
@@ -304,7 +304,7 @@ def test_shard_of_a_url_is_fetched_alone(tmp_path: Path, monkeypatch: pytest.Mon
         return read(self, name, start, end, **options)
 
     monkeypatch.setattr(RemoteFiles, "read", noted)
-    whole = build(tmp_path / "s", Mixed(NUM_ROWS), variable=Mixed.forms)
+    whole = build(tmp_path / "s", Mixed(NUM_ROWS), **Mixed.declared)
     push_store(whole.path, (url := (tmp_path / "far").as_uri()), progress=False)
     store = open_store(url)
     found = store.shard(2)

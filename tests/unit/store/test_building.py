@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.sampling.rows import Shards
+from lightning_memmap.schema.forms import Declared
 from lightning_memmap.store import Damage, build_store, open_store, verify_store, writing
 from lightning_memmap.store import building as building_module
 from lightning_memmap.store.build import Asked
@@ -107,7 +108,7 @@ def test_background_build_that_failed_is_resumed_by_the_same_process(
 
     def build(kind: type[Logged], log: str) -> set[str]:
         dataset = kind(Numbered(100), tmp_path / log)
-        asked = Asked(dataset, tmp_path / "s", None, 1, "one", {}, progress=False)
+        asked = Asked(dataset, tmp_path / "s", None, 1, "one", Declared(), progress=False)
         building = BackgroundBuild({"train": asked}, 1, lambda stores: first, 9)
         store = open_growing(tmp_path / "s")
         assert store is not None
@@ -259,7 +260,7 @@ def test_full_disk_at_the_start_of_a_resumed_build_names_the_store(
         raise OSError(code, os.strerror(code), str(generation / "serving"))
 
     monkeypatch.setattr(Serving, "make", make)
-    asked = Asked(Numbered(30), tmp_path / "s", None, 1, None, {}, progress=False)
+    asked = Asked(Numbered(30), tmp_path / "s", None, 1, None, Declared(), progress=False)
     with pytest.raises(OSError, match="room") as raised:
         BackgroundBuild({"train": asked}, 1, lambda _: {}, 8)
     assert raised.value.errno == code

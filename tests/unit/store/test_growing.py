@@ -1,7 +1,7 @@
 """Stores that are being built: who opens them, in which state, in which order they are locked."""
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError
-from lightning_memmap.schema.forms import read_forms
+from lightning_memmap.schema.forms import Declared, read_declared
 from lightning_memmap.store import Store, build_part, build_store, finish_store, open_store
 from lightning_memmap.store.build import Asked
 from lightning_memmap.store.building import unfinished_build
@@ -26,9 +26,11 @@ from tests.unit.store.layout import rows_there
 
 
 @contextmanager
-def growing(path: Path, dataset: Any, **variable: Any) -> Iterator[GrowingStore]:
+def growing(
+    path: Path, dataset: Any, variable: Mapping[str, int] | None = None
+) -> Iterator[GrowingStore]:
     """A store while it is built."""
-    asked = Asked(dataset, path, None, 1, "one", read_forms(variable), progress=False)
+    asked = Asked(dataset, path, None, 1, "one", read_declared(variable, None), progress=False)
     building = BackgroundBuild({"train": asked}, 1, lambda stores: {}, 9)
     try:
         store = open_growing(path)
@@ -89,7 +91,7 @@ def test_two_builds_of_the_same_stores_do_not_wait_for_each_other(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = {
-        name: Asked(Numbered(20), tmp_path / name, None, 1, "one", {}, progress=False)
+        name: Asked(Numbered(20), tmp_path / name, None, 1, "one", Declared(), progress=False)
         for name in ("b", "a")
     }
     with ThreadPoolExecutor(1) as pool:
@@ -142,10 +144,10 @@ def test_share_goes_on_where_an_interrupted_build_stopped(tmp_path: Path) -> Non
 def test_rows_of_stores_of_which_one_is_being_built_are_those_of_the_whole_ones(
     tmp_path: Path,
 ) -> None:
-    variable: dict[str, Any] = {"steps": "pad", "image": {"form": "pad", "dims": 2}}
+    variable = {"steps": 1, "image": 2}
     other = build_store(NumberedSet(1, 30), tmp_path / "b", variable=variable, progress=False)
     order = np.random.default_rng(0).permutation(70)
-    with growing(tmp_path / "a", Slow(NumberedSet(0, 40), 0.01, every=1), **variable) as store:
+    with growing(tmp_path / "a", Slow(NumberedSet(0, 40), 0.01, every=1), variable) as store:
         joined = JoinedStore(tmp_path, {"a": store, "b": other})
         assert joined.pending is not None
         found = joined.read(order)

@@ -451,7 +451,7 @@ def test_fields_are_found_by_what_they_are_called_in_a_sample(tmp_path: Path) ->
         {"a": {"b": 1, "km/h": row}, "a.b": row % 2, "width (cm)": row, "n": None if row else 1}
         for row in range(40)
     ]
-    store = build_store(samples, tmp_path / "store", variable={"n": "nullable"}, progress=False)
+    store = build_store(samples, tmp_path / "store", nullable=["n"], progress=False)
     # A sample's own key comes first.
     assert store.values("a.b").tolist() == (number % 2).tolist()
     for name in ("width (cm)", "a.km/h", "a.km~2Fh"):

@@ -58,7 +58,7 @@ def test_store_of_parts_is_that_of_one_process_byte_for_byte(
     options: Any = {
         **QUIET,
         "num_shards": data.draw(st.integers(1, 7), label="shards"),
-        "variable": Mixed.forms,
+        **Mixed.declared,
     }
     num_parts = data.draw(st.integers(1, 9), label="parts")
     # In any order, and some of them twice.
@@ -181,7 +181,7 @@ def test_one_part_by_two_processes_at_once_is_an_error(server: BuildServer, tmp_
         ({"num_shards": 5}, "it has num_shards=24, and this one num_shards=5"),
         ({"part": (1, 3)}, "it has num_parts=2, and this one num_parts=3"),
         ({"fingerprint": "v2"}, "it was stored without a fingerprint, and now has 'v2'"),
-        ({"variable": {"x": "pad"}}, "it has field 'x'=int64"),
+        ({"variable": ["x"]}, "it has field 'x'=int64"),
     ],
     ids=lambda value: str(value)[:30],
 )

@@ -18,7 +18,6 @@ from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError
-from lightning_memmap.schema import Pad
 from lightning_memmap.store import build_store, open_store, verify_store, writing
 from lightning_memmap.store.recognition import check_dataset
 from lightning_memmap.store.samples import probe_rows
@@ -420,11 +419,11 @@ def test_rows_whose_bytes_are_divided_otherwise_are_told_apart(tmp_path: Path) -
     def boxes(*shape: int) -> Any:
         return {"box": torch.arange(6).view(*shape)}
 
-    variable = {"box": Pad(dims=2)}
+    variable = {"box": 2}
     for number, (one, other) in enumerate(
         (({"a": "ab", "b": "c"}, {"a": "a", "b": "bc"}), (boxes(2, 3), boxes(3, 2)))
     ):
-        forms = variable if "box" in one else None
-        store = build_store([one] * 9, tmp_path / str(number), progress=False, variable=forms)
+        given = variable if "box" in one else None
+        store = build_store([one] * 9, tmp_path / str(number), progress=False, variable=given)
         with pytest.raises(DatasetError, match="row 0 of the dataset differs"):
             check_dataset(store, [other] * 9)

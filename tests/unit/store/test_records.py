@@ -115,7 +115,7 @@ def test_lists_of_any_lengths_come_back(
     if not any(sizes):
         rows.append({"x": 1, "parts": [part]})
     path = tmp_path_factory.mktemp("lists") / "s"
-    store = build(path, rows, num_shards=shards, variable={"parts": "list"})
+    store = build(path, rows, num_shards=shards, variable=["parts"])
     assert_holds(store, rows)
     assert verify_store(path) == []
 
@@ -138,21 +138,21 @@ class Sparse:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_rows_are_read_until_one_shows_what_others_have(tmp_path: Path, num_workers: int) -> None:
-    with pytest.raises(SchemaError, match=r"'boxes' is an empty list in .* 8 .*'boxes': 'list'"):
+    with pytest.raises(SchemaError, match=r"'boxes' is .* 8 .*variable=\['boxes'\]"):
         build(tmp_path / "s", Sparse(77), num_workers=num_workers)
-    with pytest.raises(SchemaError, match=r"'n' is None in each of the 8 rows .*'n': 'nullable'"):
+    with pytest.raises(SchemaError, match=r"'n' is None in each of the 8 rows .*nullable=\['n'\]"):
         build(tmp_path / "s", [{"i": 0, "n": None}] * 20, num_workers=num_workers)
-    variable = {"n": "nullable", "boxes": "list"}
-    store = build(tmp_path / "s", Sparse(77), variable=variable, num_workers=num_workers)
+    declared: Any = {"nullable": ["n"], "variable": ["boxes"]}
+    store = build(tmp_path / "s", Sparse(77), **declared, num_workers=num_workers)
     assert_holds(store, Sparse(77))
     with pytest.raises(SchemaError, match=r"is (None|an empty list) in each of the 200 rows"):
-        build(tmp_path / "t", Sparse(-1), variable=variable, num_workers=num_workers)
+        build(tmp_path / "t", Sparse(-1), **declared, num_workers=num_workers)
 
 
 def test_stream_is_read_until_a_row_shows_what_others_have(tmp_path: Path) -> None:
-    variable = {"n": "nullable", "boxes": "list"}
+    declared: Any = {"nullable": ["n"], "variable": ["boxes"]}
     rows = (Sparse(77)[row] for row in range(NUM_ROWS))
-    store = build(tmp_path / "s", rows, variable=variable, fingerprint="one")
+    store = build(tmp_path / "s", rows, **declared, fingerprint="one")
     assert_holds(store, Sparse(77))
 
 
@@ -171,7 +171,7 @@ def test_lists_of_parts_that_are_not_alike_are_refused(
     tmp_path: Path, parts: Any, words: str
 ) -> None:
     with pytest.raises(SchemaError, match=words):
-        build(tmp_path / "s", [{"x": 1, "parts": parts}] * 3, variable={"parts": "list"})
+        build(tmp_path / "s", [{"x": 1, "parts": parts}] * 3, variable=["parts"])
 
 
 @pytest.mark.parametrize(
@@ -391,27 +391,27 @@ def test_time_that_is_missing_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(
-    "variable", [{"o.n": "nullable"}, {"o": "list", "o.n": {"form": "nullable"}}]
+    "declared", [{"nullable": ["o.n"]}, {"variable": ["o"], "nullable": ["o.n"]}]
 )
 def test_none_in_a_late_record_is_declared(
-    tmp_path: Path, variable: dict[str, Any], is_stream: bool
+    tmp_path: Path, declared: dict[str, Any], is_stream: bool
 ) -> None:
     rows: Any = [{"o": [{"n": "x"}] * (row % 3 + 1)} for row in range(NUM_ROWS)]
     rows[12] = {"o": [{"n": None}, {"n": "y"}]}
-    with pytest.raises(SchemaError, match=r"row 12, .*variable=\{'o.n': 'nullable'\}"):
+    with pytest.raises(SchemaError, match=r"row 12, .*nullable=\['o.n'\]"):
         build(tmp_path / "without", rows)
     given = (row for row in rows) if is_stream else rows
-    store = build(tmp_path / "s", given, variable=variable)
+    store = build(tmp_path / "s", given, **declared)
     assert [store[row] for row in range(NUM_ROWS)] == rows
 
 
 def test_form_of_a_record_waits_for_rows_that_have_one(tmp_path: Path) -> None:
     rows: Any = [{"o": [{"n": 1.5, "m": 2}] * (row % 3)} for row in range(12)]
-    store = build(tmp_path / "s", rows, variable={"o": "pad", "o.m": {"form": "pad", "value": -1}})
+    store = build(tmp_path / "s", rows, variable=["o", "o.m"])
     assert len(store[2]["o"]) == 2
     assert "mask" not in str(store.schema.fields)
     with pytest.raises(SchemaError, match=r"there is no field 'o.l'"):
-        build(tmp_path / "t", rows, variable={"o": "pad", "o.l": "pad"})
+        build(tmp_path / "t", rows, variable=["o", "o.l"])
 
 
 @pytest.mark.parametrize("given", [None, "x"])
@@ -422,7 +422,7 @@ def test_form_of_a_record_may_be_none_from_the_first_row_on(
     rows[19] = {"o": [{"n": "x"}, {"n": None}]}
     if given is None:
         rows[1] = {"o": [{"n": "z"}]}
-    store = build(tmp_path / "s", rows, variable={"o": "list", "o.n": "nullable"})
+    store = build(tmp_path / "s", rows, variable=["o"], nullable=["o.n"])
     assert [store[row] for row in range(20)] == rows
 
 
@@ -432,9 +432,9 @@ def test_list_and_its_items_that_are_both_none_are_refused(
     tmp_path: Path, items: list[Any], declared: bool
 ) -> None:
     rows: Any = [{"t": items}, {"t": []}, {"t": items[:1]}, *([] if declared else [{"t": None}])]
-    variable = {"t": {"form": "list", "nullable": True}} if declared else None
+    arguments: Any = {"variable": ["t"], "nullable": ["t"]} if declared else {}
     with pytest.raises(SchemaError, match=r"field 't': .*give an empty list in place"):
-        build(tmp_path / "s", rows, variable=variable)
+        build(tmp_path / "s", rows, **arguments)
     kept = [row for row in rows if row["t"] is not None]
     store = build(tmp_path / "t", kept)
     assert [store[row] for row in range(3)] == kept

@@ -56,7 +56,7 @@ NUM_ROWS, NUM_SHARDS = 60, 4
 
 def build_mixed(path: Path, num_rows: int = NUM_ROWS, num_shards: int = NUM_SHARDS) -> Store:
     return build_store(
-        Mixed(num_rows), path, num_shards=num_shards, variable=Mixed.forms, progress=False
+        Mixed(num_rows), path, num_shards=num_shards, **Mixed.declared, progress=False
     )
 
 
@@ -693,7 +693,7 @@ def test_windows_and_mixtures_of_a_url_are_those_of_the_directory(
         build_store(samples, tmp_path / "far" / "train" / name, num_shards=6, progress=False)
     options: list[dict[str, Any]] = [
         {"sampler": Mixture({"a": 0.6, "b": 0.4}, 40)},
-        {"sampler": Mixture({"a": 0.6, "b": 0.4}, 40), "variable": {"steps": Windows(4, 2)}},
+        {"sampler": Mixture({"a": 0.6, "b": 0.4}, 40), "windows": Windows("steps", 4, 2)},
     ]
     for each in options:
         batches = []

@@ -305,11 +305,9 @@ KINDS: list[Callable[[Path], Any]] = [
 ]  # fmt: skip
 
 
-def optional(dataset: Any) -> dict[str, str]:
-    """The forms of what is None in some rows, as a class of one's own must be told them."""
-    return dict.fromkeys(
-        (name for row in range(len(dataset)) for name in none_in(dataset[row], "")), "nullable"
-    )
+def optional(dataset: Any) -> list[str]:
+    """The names of what is None in some rows, which a class of one's own must declare."""
+    return sorted({name for row in range(len(dataset)) for name in none_in(dataset[row], "")})
 
 
 def none_in(sample: Any, prefix: str) -> list[str]:
@@ -327,15 +325,15 @@ def test_store_by_slices_is_the_one_written_item_by_item(
     tmp_path: Path, kind: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = kind(tmp_path)
-    forms = optional(dataset)
-    by_items = build(tmp_path / "items", Wrapped(dataset), variable=forms)
+    nullable = optional(dataset)
+    by_items = build(tmp_path / "items", Wrapped(dataset), nullable=nullable)
     assert all(none_in(by_items[k], "") == none_in(dataset[k], "") for k in range(30))
     # In many ranges, of which the last one is not whole, and in one.
     monkeypatch.setattr(source.SampleReader, "read", not_called)
     for num_rows in (37, 8192):
         monkeypatch.setattr(writing, "_MAX_PACKED_ROWS", num_rows)
         monkeypatch.setattr(writing, "_SLICE_BYTES", num_rows * by_items.manifest.row_bytes)
-        assert_same_store(build(tmp_path / str(num_rows), dataset, variable=forms), by_items)
+        assert_same_store(build(tmp_path / str(num_rows), dataset, nullable=nullable), by_items)
 
 
 @pytest.mark.parametrize("kind", [memmap, subset, parquet, hugging_face])
@@ -343,7 +341,7 @@ def test_store_by_slices_is_the_same_with_workers_and_in_parts(
     tmp_path: Path, kind: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = kind(tmp_path)
-    by_items = build(tmp_path / "items", Wrapped(dataset), variable=optional(dataset))
+    by_items = build(tmp_path / "items", Wrapped(dataset), nullable=optional(dataset))
     monkeypatch.setattr(writing, "_MAX_PACKED_ROWS", 11)
     assert_same_store(build(tmp_path / "workers", dataset, num_workers=2), by_items)
     monkeypatch.setattr(source.SampleReader, "read", not_called)
@@ -397,14 +395,13 @@ def test_any_texts_and_lists_are_stored_as_item_by_item(
     path = tmp_path_factory.mktemp("store")
     planes = [np.full((*shape, 2), k, np.int16) for k, (_, _, shape) in enumerate(rows)]
     found = {"text": [row[0] for row in rows], "numbers": [row[1] for row in rows], "plane": planes}
-    forms: Any = {"text": "nullable", "numbers": {"form": "list", "nullable": True}}
-    forms["plane"] = {"form": "pad", "dims": 2}
+    declared: Any = {"variable": {"numbers": 1, "plane": 2}, "nullable": ["text", "numbers"]}
     dataset = ColumnDataset(found)
-    by_items = build(path / "items", Wrapped(dataset), variable=forms)
+    by_items = build(path / "items", Wrapped(dataset), **declared)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writing, "_MAX_PACKED_ROWS", range_rows)
         patch.setattr(source.SampleReader, "read", not_called)
-        by_slices = build(path / "slices", dataset, variable=forms)
+        by_slices = build(path / "slices", dataset, **declared)
     assert_same_store(by_slices, by_items)
 
 

@@ -98,13 +98,12 @@ def test_columns_keep_names_and_dtypes_whatever_is_missing(
         assert found["bytes"].tolist() == [row % 9] * (row % 4)
         assert found["objects"] == [{"a": k, "b": "x" * k} for k in range(row % 3)]
         assert found["kind"] == f"k{row % 3}"
-    forms = dict.fromkeys(table.columns, "nullable") if missing else {}
-    others = {"objects": {"form": "list", "nullable": bool(missing)}}
+    nullable = [*table.columns] if missing else None
     for name, dataset in (
         ("items", Wrapped(ColumnDataset(table))),
         ("arrow", ColumnDataset(table.to_arrow())),
     ):
-        other = build(tmp_path / name, dataset, variable={**forms, **others})
+        other = build(tmp_path / name, dataset, variable=["objects"], nullable=nullable)
         assert other.schema == store.schema
         assert column_files(other) == column_files(store)
 
@@ -168,9 +167,9 @@ def are_alike(kind: Any, values: list[Any]) -> bool:
     return kind.value_type not in PLAIN[:2] and are_alike(kind.value_type, items)
 
 
-def outcome(dataset: Any, path: Path, variable: Any) -> Any:
+def outcome(dataset: Any, path: Path, nullable: Any) -> Any:
     try:
-        store = build(path, dataset, variable=variable)
+        store = build(path, dataset, nullable=nullable)
     except SchemaError as error:
         # Whoever knows the lengths of all rows finds at an earlier row that some do not fit.
         return re.sub(r"^row \d+, ", "", str(error))
@@ -186,18 +185,18 @@ def test_any_table_gives_the_store_of_its_items(
     table = arrow.table({"x": arrow.array(rows, kind), "row": range(len(rows))})
     if data.draw(st.booleans()):
         table = arrow.concat_tables([table.slice(1), table.slice(0, 1)])
-    path, forms = tmp_path_factory.mktemp("store"), {"x": "nullable"} if None in rows else None
-    expected = outcome(Wrapped(ColumnDataset(table)), path / "items", forms)
+    path, nullable = tmp_path_factory.mktemp("store"), ["x"] if None in rows else None
+    expected = outcome(Wrapped(ColumnDataset(table)), path / "items", nullable)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writing, "_MAX_PACKED_ROWS", 5)
-        found = outcome(ColumnDataset(table), path / "slices", forms)
+        found = outcome(ColumnDataset(table), path / "slices", nullable)
     # Only a table has the types of what is in no list.
     is_untold = "is an empty list" in expected
     assert is_untold or found == expected
     import_module("pyarrow.parquet").write_table(table, path / "a.parquet", row_group_size=3)
-    assert outcome(ColumnDataset(path / "a.parquet"), path / "parquet", forms) == found
+    assert outcome(ColumnDataset(path / "a.parquet"), path / "parquet", nullable) == found
     if are_alike(kind, rows) and not is_untold:
-        assert outcome(Wrapped(table.to_pylist()), path / "python", forms) == expected
+        assert outcome(Wrapped(table.to_pylist()), path / "python", nullable) == expected
 
 
 @pytest.mark.parametrize(
@@ -245,8 +244,8 @@ def test_views_of_lists_are_lists_of_their_dtype(tmp_path: Path, kind: str) -> N
         "column": arrow.table({"x": column}),
         "part": arrow.table({"s": arrow.chunked_array(parts)}),
     }.items():
-        variable = {"s.x": "nullable"} if name == "part" else {}
-        store = build(tmp_path / name, ColumnDataset(table), variable=variable)
+        nullable = ["s.x"] if name == "part" else None
+        store = build(tmp_path / name, ColumnDataset(table), nullable=nullable)
         assert store.schema.fields[0].dtype == torch.float32
         for row, expected in enumerate(column.to_pylist()):
             found = store[row]["x"] if name == "column" else store[row]["s"]["x"]
@@ -281,7 +280,7 @@ def test_lists_that_are_all_empty_have_their_dtype_or_none(tmp_path: Path) -> No
         field = build(tmp_path / name, dataset).schema.fields[0]
         assert (name, field.name, field.dtype) == (name, "x", torch.float32)
     for name, dataset in empty_lists(None).items():
-        with pytest.raises(SchemaError, match=r"'x' is an empty list in each .*\{'x': 'list'\}"):
+        with pytest.raises(SchemaError, match=r"'x' is an empty list in each .*variable=\['x'\]"):
             build(tmp_path / f"no {name}", dataset)
 
 

@@ -200,7 +200,7 @@ def test_data_module_gives_the_images_of_the_tar_files(tars: Path, tmp_path: Pat
         TarDataset(str(tars / "ds-{000..003}.tar"), FIELDS),
         store_dir=tmp_path,
         batch_size=8,
-        variable={"image": "decode", "mask": {"form": "decode", "mode": "L"}},
+        decode={"image": {}, "mask": {"mode": "L"}},
     )
     data.prepare_data()
     data.setup("fit")

@@ -13,8 +13,8 @@ from torch.utils.data import default_collate
 
 from lightning_memmap import MemmapDataModule, build_store
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.loading.variable_batch import FormedCollate
-from lightning_memmap.schema.forms import read_forms
+from lightning_memmap.loading.variable_batch import LayoutCollate
+from lightning_memmap.schema.forms import read_layouts
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.sources.source import source_of
 from tests.datasets import Wrapped, column_files
@@ -188,13 +188,13 @@ def batches_of(
     path: Path,
     make: Any,
     devices: int = 1,
-    variable: dict[str, Any] | None = None,
+    layout: dict[str, Any] | None = None,
 ) -> list[Any]:
     """The batches of 20 rows, 8 in each, of the rows of some data devices."""
     dataset = Wrapped([make(row) for row in range(20)])
     store = build_store(dataset, path / "store", progress=False)
-    collate = FormedCollate(store.schema, read_forms(variable))
-    loader = make_loader(store, devices, 8 // devices, collate=collate, forms=variable)
+    collate = LayoutCollate(store.schema, read_layouts(layout))
+    loader = make_loader(store, devices, 8 // devices, collate=collate)
     return list(assembled(loader))
 
 
@@ -228,27 +228,27 @@ def test_trajectories_are_batched_with_their_longest_time(tmp_path: Path) -> Non
     for rows, batch in zip(steps, batches_of(tmp_path, trajectory), strict=True):
         assert batch.batch_size == (len(rows), max(map(of_length, rows)))
     # Of other multiples, they have the rows alone in common.
-    forms = {"x": {"form": "pad", "multiple": 8}}
-    (batch, *_) = batches_of(tmp_path, trajectory, variable=forms)
+    layout = {"x": {"multiple": 8}}
+    (batch, *_) = batches_of(tmp_path, trajectory, layout=layout)
     assert batch.batch_size == (8,)
     assert batch["x"].shape == (*batch["x_mask"].shape, 3) == (8, 8, 3)
 
 
 @pytest.mark.parametrize("make", [first_field, trajectory], ids=["first", "trajectory"])
 def test_jagged_fields_stay_nested_tensors(tmp_path: Path, make: Any) -> None:
-    forms = {
+    layout = {
         name: "jagged" for name in ("x", "done", "y") if name in make(1) and make(1)[name].dim()
     }
-    (batch, *_) = batches_of(tmp_path, make, variable=forms)
+    (batch, *_) = batches_of(tmp_path, make, layout=layout)
     assert batch.batch_size[0] == 8
     for row, part in enumerate(batch["x"].unbind()):
         assert torch.equal(part, make(row)["x"])
 
 
-def test_form_that_a_tensordict_cannot_hold_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"variable: .*'x'.*'jagged'"):
-        batches_of(tmp_path, first_field, variable={"x": "list"})
-    with pytest.raises(ValueError, match=r"variable: .*'x'.*'x_mask'.*'jagged'"):
+def test_layout_that_a_tensordict_cannot_hold_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"layout.*'x'"):
+        batches_of(tmp_path, first_field, layout={"x": "list"})
+    with pytest.raises(ValueError, match=r"layout: .*'x'.*'x_mask'"):
         batches_of(tmp_path / "own", lambda row: first_field(row).set("x_mask", torch.ones(1)))
 
 
@@ -268,5 +268,5 @@ def test_row_numbers_and_records_of_tensordicts_have_masks_too(tmp_path: Path) -
 
     (batch, *_) = batches_of(tmp_path / "2", records)
     assert [part.batch_size[0] for part in batch["parts"]] == [*map(of_length, range(8))]
-    (batch, *_) = batches_of(tmp_path / "2", records, variable={"parts": "pad"})
+    (batch, *_) = batches_of(tmp_path / "2", records, layout={"parts": "pad"})
     assert batch["parts"]["x_mask"].sum(1).tolist() == [*map(of_length, range(8))]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError, SchemaError, StoreError
-from lightning_memmap.loading.variable_batch import FormedCollate
+from lightning_memmap.loading.variable_batch import LayoutCollate
 from lightning_memmap.schema import Pad
 from lightning_memmap.store import Store, build_store, open_store, verify_store, writing
 from lightning_memmap.store.samples import probe_rows
@@ -126,7 +126,7 @@ def test_rows_of_any_lengths_come_back(
     pairs = list(zip(first, second, strict=False))
     dataset = [torch.arange(a * b * 3, dtype=torch.int16).view(a, b, 3) for a, b in pairs]
     path = tmp_path_factory.mktemp("lengths") / "s"
-    variable = {"value": {"form": "list", "dims": 2}}
+    variable = {"value": 2}
     store = build(path, dataset, num_shards=shards, variable=variable)
     assert all(torch.equal(store[row], value) for row, value in enumerate(dataset))
     assert verify_store(path) == []
@@ -143,13 +143,13 @@ PARTS = [{"box": [1, 2], "m": torch.zeros(2, 2)}] * 2
 @pytest.mark.parametrize(
     ("late", "argument"),
     [
-        ({"a": torch.zeros(5, 4)}, {"a": "pad"}),
-        ({"a": torch.zeros(3, 7)}, {"a": {"form": "pad", "dims": 2}}),
-        ({"a": None}, {"a": "nullable"}),
-        ({"ids": [1]}, {"ids": "pad"}),
-        ({"parts": PARTS[:1]}, {"parts": "list"}),
-        ({"parts": []}, {"parts": "list"}),
-        ({"parts": None}, {"parts": "nullable"}),
+        ({"a": torch.zeros(5, 4)}, {"variable": ["a"]}),
+        ({"a": torch.zeros(3, 7)}, {"variable": {"a": 2}}),
+        ({"a": None}, {"nullable": ["a"]}),
+        ({"ids": [1]}, {"variable": ["ids"]}),
+        ({"parts": PARTS[:1]}, {"variable": ["parts"]}),
+        ({"parts": []}, {"variable": ["parts"]}),
+        ({"parts": None}, {"nullable": ["parts"]}),
         ({"a": torch.zeros(3, 4, 1)}, None),
     ],
 )
@@ -163,10 +163,11 @@ def test_later_row_that_differs_names_the_argument_that_stores_it(
         build(tmp_path / "s", dataset)
     if argument is None:
         assert "one dtype and number of dimensions" in str(caught.value)
-        assert "variable" not in str(caught.value)
+        assert "variable=" not in str(caught.value)
         return
-    assert f"variable={argument}" in str(caught.value)
-    store = build(tmp_path / "s", dataset, variable=argument)
+    ((name, value),) = argument.items()
+    assert f"{name}={value}" in str(caught.value)
+    store = build(tmp_path / "s", dataset, **argument)
     for name, value in late.items():
         found = store[150][name]
         assert (found is None) == (value is None)
@@ -180,10 +181,10 @@ def test_later_row_that_differs_names_the_argument_that_stores_it(
     ("rows", "variable", "words"),
     [
         (["a", b"a", "b"], None, r"row 1, .*\(bytes\), expected .* \(text\)"),
-        ([{"row": 0, "ids": [1, 2], "names": ["a"]}], {"id": "pad"},
+        ([{"row": 0, "ids": [1, 2], "names": ["a"]}], ["id"],
          r"no field 'id', among \['row', 'ids.0', 'ids.1', 'names.0'\]"),
         ([{"x": 1.0}, {"x": {1, 2}}], None, r"row 1, field 'x': found set, which (?!.*All rows)"),
-        ([{"ids": [1, 2.5]}], {"ids": "pad"}, "rows of 'ids' are lists of float64 and int64: give"),
+        ([{"ids": [1, 2.5]}], ["ids"], "rows of 'ids' are lists of float64 and int64: give"),
         ([{"ids": []}, {"ids": []}], None, r"'ids' is an empty list in each of the 2 rows"),
         ([{"x": torch.zeros(0, 2**16)}, {"x": torch.zeros(0, 2**17)}], None,
          r"'x': a row of shape \(0, 131072\) has no values"),
@@ -199,14 +200,11 @@ def test_rows_that_make_no_store_are_refused(
 @pytest.mark.parametrize(
     ("variable", "words"),
     [
-        ({"b": "pad"}, "there is no field 'b'"),
-        ({"a": {"form": "pad", "dims": 3}}, "fewer than 3 dimensions"),
-        ({"a": "pads"}, "'pads' for field 'a' is no form: choose one of pad, jagged, list"),
-        ({"a": {"form": "windows", "length": 4}}, "field 'a': .*'stride'.*form 'windows' has"),
-        ({"a": {"form": "pad", "valu": 1}}, "field 'a': .*valu"),
-        ({"a": {"form": "pad", "multiple": 0}}, "field 'a': .*multiple=0"),
-        ({"a": {"form": "pad", "dims": 0}}, "field 'a': .*dims=0"),
-        ("pad", "variable='pad': give a form for each field"),
+        (["b"], "variable: .*'b'"),
+        ({"a": 3}, "variable: .*'a'.* 3 dimensions"),
+        ({"a": "pad"}, r"variable\['a'\]"),
+        ({"a": 0}, r"variable\['a'\]=0"),
+        (3, "variable=3"),
     ],
 )
 def test_variable_that_cannot_be_is_refused(tmp_path: Path, variable: Any, words: str) -> None:
@@ -234,7 +232,7 @@ class Lists:
     ("options", "num_workers"),
     [
         ({}, 0),
-        ({"variable": {"ids": "pad"}}, 2),
+        ({"variable": ["ids"]}, 2),
     ],
 )
 def test_empty_list_in_the_first_row_is_what_other_rows_show(
@@ -251,7 +249,7 @@ def test_empty_list_in_the_first_row_is_what_other_rows_show(
 
 def test_list_that_is_empty_in_all_rows_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match=r"'ids' is an empty list in each of the 300 rows"):
-        build(tmp_path / "s", Lists([], []), variable={"ids": "pad"})
+        build(tmp_path / "s", Lists([], []), variable=["ids"])
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -266,12 +264,12 @@ def test_lists_of_other_numbers_are_named(tmp_path: Path, num_workers: int) -> N
 
 
 @pytest.mark.parametrize("value", ["a", b"a"])
-def test_form_for_text_is_refused(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(SchemaError, match=r"field 'name' is .*, which batches give as a list"):
-        build(tmp_path / "s", [{"name": value}] * 9, variable={"name": "pad"})
+def test_length_of_text_is_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(SchemaError, match=r"variable: field 'name'"):
+        build(tmp_path / "s", [{"name": value}] * 9, variable=["name"])
     store = build(tmp_path / "s", [{"name": value}] * 9)
-    with pytest.raises(ValueError, match=r"field 'name' is .*, which batches give as a list"):
-        FormedCollate(store.schema, {"name": Pad()})
+    with pytest.raises(ValueError, match=r"layout: field 'name'"):
+        LayoutCollate(store.schema, {"name": Pad()})
 
 
 @pytest.mark.parametrize(
@@ -358,7 +356,7 @@ def test_manifest_whose_variable_columns_are_a_lie_is_refused(ragged: Path, colu
 def test_texts_that_are_none_are_refused(tmp_path: Path) -> None:
     for name, row in (("a", "a" * 9), ("b", ["a"] * 9)):
         rows = [{"x": row}] * 8 + [{"x": row[:1]}]
-        store = build(tmp_path / name, rows, variable=None if name == "a" else {"x": "list"})
+        store = build(tmp_path / name, rows, variable=None if name == "a" else ["x"])
         values = store.files / "x.values"
         values.write_bytes(b"\xff" * values.stat().st_size)
         with pytest.raises(StoreError, match=r"'x': a row is not .*damaged"):
@@ -366,7 +364,7 @@ def test_texts_that_are_none_are_refused(tmp_path: Path) -> None:
 
 
 def test_rows_without_any_items_are_stored(tmp_path: Path) -> None:
-    store = build(tmp_path / "s", [torch.zeros(0, 3)] * 20, variable={"value": "list"})
+    store = build(tmp_path / "s", [torch.zeros(0, 3)] * 20, variable=["value"])
     assert "value.values" not in names_in(store.path)
     assert [tuple(store[row].shape) for row in range(20)] == [(0, 3)] * 20
     assert verify_store(store.path) == []
@@ -383,5 +381,5 @@ def test_padded_step_larger_than_memory_is_refused_before_it_is_allocated(tmp_pa
     build_store(rows, tmp_path / "s" / "train", num_shards=1, progress=False)
     data = MemmapDataModule(store_dir=tmp_path / "s", batch_size=80, num_shards=1, shuffle=False)
     data.setup("fit")
-    with pytest.raises(ValueError, match=r"padded to \(3000, 65536\), have 62914560000 bytes"):
+    with pytest.raises(ValueError, match=r"layout: .*\(3000, 65536\).* 62914560000 bytes"):
         next(iter(data.train_dataloader()))
