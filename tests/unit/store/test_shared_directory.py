@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import tempfile
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import pytest
 import torch
 
 from lightning_memmap.errors import StoreError
+from lightning_memmap.sampling.rows import Shards
 from lightning_memmap.store import build_store, open_store, verify_store
+from lightning_memmap.store.checksums import CHUNK_BYTES
 from lightning_memmap.store.growing import open_growing
 from lightning_memmap.store.manifest import MANIFEST
 from tests.datasets import Numbered, holds
@@ -260,9 +263,18 @@ def test_build_of_another_user_says_what_to_do(shared: Path) -> None:
 
 def test_open_beyond_the_address_space_says_so(shared: Path, pristine: dict[int, Path]) -> None:
     shutil.copytree(pristine[NEW.version], shared / "s")
-    sign_manifest(shared / "s", lambda body: body.update(num_rows=2**32))
-    for file, row_bytes in (("x.memmap", 32), ("label.memmap", 8)):
-        os.truncate(files_of(shared / "s") / file, 2**32 * row_bytes)
+    row_bytes = {"x": 32, "label": 8}
+
+    def grow(body: dict[str, Any]) -> None:
+        body["num_rows"] = 2**32
+        sizes = Shards(2**32, body["num_shards"]).sizes
+        for name, num_bytes in row_bytes.items():
+            num_chunks = int((-(-sizes * num_bytes // CHUNK_BYTES)).sum())
+            body["checksums"][name] = b64encode(bytes(8 * num_chunks)).decode()
+
+    sign_manifest(shared / "s", grow)
+    for name, num_bytes in row_bytes.items():
+        os.truncate(files_of(shared / "s") / f"{name}.memmap", 2**32 * num_bytes)
 
     def open_limited() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (2**36, 2**36))
