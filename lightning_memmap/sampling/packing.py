@@ -114,7 +114,7 @@ class Packer:
 
     Args:
         lengths: The length of each item by field, shard after shard: integers of shape
-            (items, fields). Those of the first field are at least 1.
+            (items, fields). The lengths of the first field are at least 1.
         counts: Items of each shard, int64 of shape (C,).
         capacity: The most that a pack holds of each field, int64 of shape (fields,).
         max_documents: The most items of a pack.

@@ -70,7 +70,8 @@ class WeightedLoss(SuperBatchMixin):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         # A step with ``dataloader_iter`` fetches its batches itself.
-        self._fetches_batches = hasattr(next(iter(args), None), "data_fetcher")
+        # Not by hasattr: a batch of replicas is assembled to look an attribute up.
+        self._fetches_batches = "data_fetcher" in getattr(next(iter(args), None), "__dict__", {})
         return super().training_step(*args, **kwargs)
 
     @override
