@@ -21,9 +21,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 from typing_extensions import override
 
+from lightning_memmap.integers import Integers as Integers
 from lightning_memmap.sampling.identity import Numbers
-
-Integers = NDArray[np.int64]
 
 #: Default number of shards below `_MANY_ROWS` rows, and from there on.
 _DEFAULT_SHARDS = 24, 192

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError, StoreError
-from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.integers import Integers
 from lightning_memmap.schema.kinds import NUMBERS, AnyKind, Text
 
 #: The dtypes that a store can hold. Others (float8 and sub-byte types, complex32) do not survive a
@@ -44,7 +44,7 @@ _Size = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of any dtype without ``torch.``, such as ``uint8``."""
+    """Return the name of a dtype without ``torch.``, such as ``uint8``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -59,12 +59,12 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
     @cached_property
     def num_variable(self) -> int:
-        """How many leading dimensions differ from row to row."""
+        """The number of leading dimensions that differ from row to row."""
         return sum(size is None for size in self.shape)
 
     @property
     def is_text(self) -> bool:
-        """Whether rows are given back as str or bytes."""
+        """Whether rows are returned as str or bytes."""
         return self.kind.is_text
 
     @cached_property
@@ -89,7 +89,7 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         return replace(self, shape=self.shape[1:]).item_bytes
 
     def windowed(self, length: int) -> "Field":
-        """The field as its batches have it, where its rows are cut into windows of some steps."""
+        """Return the field of windows of a number of steps over the rows of this one."""
         return replace(self, shape=(length, *self.shape[1:]))
 
     def varying(self, count: int) -> "Field":
@@ -97,7 +97,7 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         return replace(self, shape=(None,) * count + self.shape[count:])
 
     def admits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a row may have a shape."""
+        """Return whether a row may have a shape."""
         pairs = zip(shape, self.shape, strict=False)
         return len(shape) == len(self.shape) and all(b is None or a == b for a, b in pairs)
 
@@ -116,11 +116,11 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         return replace(self, shape=self.shape[1:])
 
     def value(self, row: Tensor) -> Any:
-        """What a store gives back for a row on the CPU: the row itself, or its texts."""
+        """Return what a store returns for a row on the CPU: the row itself, or its texts."""
         return self.decode(row.numpy().tobytes()) if self.is_text else row
 
     def decode(self, data: bytes) -> Any:
-        """Convert the bytes of a row of text to what a store gives back for it."""
+        """Convert the bytes of a row of text to a str, bytes, or a list of these."""
         assert isinstance(self.kind, Text)
         try:
             return self.kind.decode(data)
@@ -140,17 +140,17 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
 
 def field_name(path: Iterable[str | int]) -> str:
-    """The name of the field at a path of keys, which is safe as the name of a file."""
+    """Return the name of the field at a path of keys. It is safe as a file name."""
     return ".".join(map(_encode, path)) or "value"
 
 
 def where(path: Iterable[str | int]) -> str:
-    """What is at a path of keys, for messages."""
+    """Describe a path of keys in messages."""
     return f"field {field_name(path)!r}" if path else "the sample"
 
 
 def name_as_stored(given: str) -> str:
-    """The name of a field, from that name or from its keys as a sample has them."""
+    """Return the stored name of a field, from that name or from its keys joined by dots."""
     return given if _ESCAPE in given else field_name(given.split("."))
 
 
@@ -199,8 +199,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 class RowList(list[Any]):
-    """A list with one entry for each row of a batch: a tensor, a str, bytes, or what a row has of a
-    list of records.
+    """A list with one entry for each row of a batch: a tensor, a str, bytes, or a list of records.
 
     It is a list like any other, but counts as one field and not as a container of fields.
     """
@@ -218,26 +217,26 @@ class Values(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """How many rows these are."""
+        """The number of rows."""
         return len(self.data if self.sizes is None else self.sizes)
 
     @classmethod
     def none(cls, field: Field) -> "Values":
-        """No rows of a field."""
+        """Return no rows of a field."""
         count = field.num_variable
         data = torch.empty((0, *field.item_shape), dtype=field.dtype, device="cpu")
         return cls(data, np.empty((0, count), np.int64) if count else None)
 
     @classmethod
     def of_rows(cls, field: Field, rows: Sequence[Tensor]) -> "Values":
-        """Rows of a field, at least one, of its dtype, of shapes that it admits, on one device."""
+        """Concatenate rows of a field, at least one: on one device, of the field's dtype."""
         if not (count := field.num_variable):
             return cls(torch.stack(tuple(rows)))
         sizes = np.array([row.shape[:count] for row in rows], np.int64)
         return cls(torch.cat([row.reshape(-1, *field.item_shape) for row in rows]), sizes)
 
     def rows(self) -> Iterator[Tensor]:
-        """Each row in its shape, of the same memory."""
+        """Yield each row in its shape, as a view."""
         if self.sizes is None:
             yield from self.data
             return
@@ -246,7 +245,7 @@ class Values(NamedTuple):
             yield piece.view(*shape, *self.data.shape[1:])
 
     def take(self, rows: range | Integers) -> "Values":
-        """Some of these rows: a range of step 1, or in any order, int64 of shape (n,)."""
+        """Return rows by index: a range of step 1, or int64 of shape (n,) in any order."""
         if isinstance(rows, range) and rows == range(self.num_rows):
             return self
         rows = np.asarray(rows, np.int64)
@@ -291,7 +290,7 @@ class Values(NamedTuple):
 
 
 def join_values(parts: Sequence[list[Values]], back: Integers | None = None) -> list[Values]:
-    """Join rows that were read part by part, each with all fields, and put them into an order."""
+    """Concatenate the rows of several reads, field by field, and reorder them."""
     found = []
     for values in zip(*parts, strict=True) if len(parts) > 1 else ():
         sizes = [each.sizes for each in values if each.sizes is not None]
@@ -307,7 +306,7 @@ def take_rows(data: Tensor, rows: Integers) -> Tensor:
 
 
 def select(data: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
-    """The same as `torch.index_select`, which lacks some unsigned integers."""
+    """Return rows like `torch.index_select`, which lacks some unsigned integers."""
     if (signed := SIGNED.get(data.dtype)) is None:
         return torch.index_select(data, 0, rows, out=out)
     memory = None if out is None else out.view(signed)

@@ -267,7 +267,7 @@ class Declared:
         return Declared(variable, self.nullable - other.nullable)
 
     def __str__(self) -> str:
-        """The arguments of `build_store` that declare this."""
+        """Return the arguments of `build_store` that declare this."""
         is_list = all(count == 1 for count in self.variable.values())
         variable = [*self.variable] if is_list else dict(self.variable)
         arguments = [f"variable={variable}"] * bool(variable)

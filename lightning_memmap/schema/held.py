@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.integers import Integers
 from lightning_memmap.schema.fields import Field, Values
 from lightning_memmap.schema.stack import Branch, Samples
 from lightning_memmap.schema.structure import Node, Path
@@ -115,7 +115,7 @@ class Sharing:
 
 
 def _bounds(array: NDArray[Any]) -> tuple[int, int]:
-    """The addresses between which the values of an array are."""
+    """Return the first address of the values of an array, and the end of the last one."""
     start = int(array.__array_interface__["data"][0])
     steps = [(size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)]
     end = start + sum(step for step in steps if step > 0) + array.itemsize

@@ -1,4 +1,4 @@
-"""Inference: the structure and the fields that all of some samples have, found path by path."""
+"""Infers the structure that samples have in common, path by path."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,7 +106,7 @@ class Inference:
     def _numbers(
         self, lists: Sequence[Sequence[Any]], path: Path, must_agree: bool
     ) -> Field | None:
-        """The field of lists of numbers of one dtype; None where they have other things."""
+        """Return the field of lists of numbers of one dtype; None if they hold anything else."""
         dtypes, name = set(map(numbers_dtype, lists)), field_name(path)
         if len(dtypes) == 1 and None not in dtypes:
             return describe_leaf(name, lists[0])
@@ -143,7 +143,7 @@ class Inference:
 
 
 def _merged(fields: Sequence[Field], path: Path) -> Field:
-    """The field that has the rows of several: sizes that differ are None."""
+    """Merge fields that differ in shape alone: sizes that differ become None."""
     if len({(field.dtype, len(field.shape), field.kind) for field in fields}) > 1:
         raise _differ(path)
     return merged_shapes(fields)

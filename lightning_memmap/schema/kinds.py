@@ -1,6 +1,6 @@
 """Kinds: what the rows of a field mean, beyond their dtype and shape.
 
-A new kind is a class here, its place in `AnyKind`, and its leaves in `to_array`.
+A new kind is a class here, listed in `AnyKind`, whose leaves `to_array` converts.
 """
 
 import datetime
@@ -50,11 +50,11 @@ class Kind(
     shape: ClassVar[tuple[int | None, ...] | None] = None
 
     def takes_rows(self, other: "Kind") -> bool:
-        """Whether an array of another kind may have rows of this one."""
+        """Return whether an array of another kind may hold rows of this one."""
         return self == other
 
     def words(self, number: int | float | complex | bool) -> str:
-        """A value as a person would write it."""
+        """Format a value as a person would write it."""
         return f"{number:.4g}" if isinstance(number, float) else str(number)
 
     def __str__(self) -> str:
@@ -78,11 +78,11 @@ class Text(Kind, frozen=True):
 
     @staticmethod
     def encode(text: Any) -> bytes:
-        """The bytes of a text."""
+        """Encode a text."""
         return text.encode("utf-8", "surrogatepass")  # type: ignore[no-any-return]
 
     def decode(self, data: bytes) -> Any:
-        """What a store gives back for the bytes of a row; a ValueError where they are none."""
+        """Decode the bytes of a row. Raises a ValueError if they are not a text."""
         return list(map(self._decode, split_texts(data))) if self.many else self._decode(data)
 
     def _decode(self, data: bytes) -> Any:
@@ -207,7 +207,7 @@ def to_array(leaf: Any) -> tuple[Array, AnyKind]:
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a value stands for one that is missing: None, NaT, pandas' NA. NaN is a number."""
+    """Return whether a value is missing: None, NaT or pandas' NA. NaN is a number."""
     if value is None:
         return True
     if isinstance(value, (np.datetime64, np.timedelta64)):
@@ -217,7 +217,7 @@ def is_missing(value: Any) -> bool:
 
 
 def check_dense(leaf: Tensor) -> None:
-    """Check that a tensor has a value in each place, and nothing else."""
+    """Check that a tensor is dense, with a value for each element and nothing else."""
     if leaf.is_nested:
         found, remedy = "a nested tensor", "pad it to one shape"
     elif leaf.layout is not torch.strided:
@@ -235,12 +235,12 @@ def check_dense(leaf: Tensor) -> None:
 
 
 def python_dtype(kind: type) -> np.dtype[Any] | None:
-    """The dtype of Python's own numbers of a type, or None where it is not of numbers."""
+    """Return the dtype of Python numbers of a type, or None for any other type."""
     return next((dtype for base, dtype in FROM_PYTHON.items() if issubclass(kind, base)), None)
 
 
 def number_array(value: Any, dtype: np.dtype[Any]) -> np.ndarray:
-    """Numbers of Python as an array."""
+    """Convert Python numbers to an array."""
     try:
         return np.asarray(value, dtype)
     except OverflowError:
@@ -251,7 +251,7 @@ def number_array(value: Any, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def _times(times: np.ndarray, *, utc: bool = False) -> tuple[Array, AnyKind]:
-    """Times of numpy as int64."""
+    """Convert times of numpy to int64."""
     unit, count = np.datetime_data(times.dtype)
     if unit not in Unit.__args__ or count != 1:  # type: ignore[attr-defined]
         raise SchemaError(
@@ -266,7 +266,7 @@ def _times(times: np.ndarray, *, utc: bool = False) -> tuple[Array, AnyKind]:
 
 
 def _numpy_time(time: Any) -> np.ndarray:
-    """A time of Python or pandas as one of numpy, in UTC."""
+    """Convert a time of Python or pandas to numpy, in UTC."""
     if hasattr(time, "asm8"):  # Of pandas, in its own unit.
         return np.asarray(time.asm8)
     if isinstance(time, datetime.timedelta):
@@ -281,7 +281,7 @@ def _numpy_time(time: Any) -> np.ndarray:
 
 
 def _pixels(image: Any) -> np.ndarray:
-    """The pixels of an image of Pillow, channels first."""
+    """Return the pixels of a Pillow image, channels first."""
     if image.mode in ("P", "PA"):
         raise SchemaError(
             f"found an image of mode {image.mode!r}, whose palette would be lost. For its colours"
@@ -298,10 +298,10 @@ def _pixels(image: Any) -> np.ndarray:
 
 
 def join_texts(texts: Sequence[bytes]) -> bytes:
-    """The bytes of a row of several texts, as MessagePack; of no texts none."""
+    """Encode the texts of a row as MessagePack; no texts take no bytes."""
     return msgspec.msgpack.encode(texts) if texts else b""
 
 
 def split_texts(data: bytes) -> list[bytes]:
-    """Divide what `join_texts` has joined, which has not been checked."""
+    """Split the untrusted bytes of `join_texts`."""
     return msgspec.msgpack.decode(data, type=list[bytes]) if data else []

@@ -154,7 +154,7 @@ class Schema:
         return Declared(variable, frozenset(self.optional))
 
     def why_no_field(self, name: str) -> str:
-        """Say why no field has a name, and which one may be meant."""
+        """Explain that no field has a name, and suggest the nearest one."""
         stored = [field.name for field in self.fields]
         inner = [name_as_given(other) for other in stored if other.startswith(f"{name}.")]
         names, name = [*map(name_as_given, stored)], name_as_given(name)
@@ -192,11 +192,11 @@ class Schema:
         return stack(held, self.structure)
 
     def flatten(self, sample: Any) -> list[Tensor]:
-        """The leaves of one sample in the order of the fields, as they are stored; see `stack`."""
+        """Convert a sample to the tensors that are stored, in the order of the fields."""
         return [next(values.rows()) for values in self.stack([sample])]
 
     def stack_batch(self, batch: Any) -> list[Values]:
-        """Check the rows of a batch, and bring them to the CPU."""
+        """Check the rows of a batch, and copy them to the CPU."""
         found = stack(Batch(batch), self.structure)
         for field, values in zip(self.fields, found, strict=True):
             if values.num_rows != found[0].num_rows:

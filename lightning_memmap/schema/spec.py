@@ -42,7 +42,7 @@ def check_schema(schema: Schema) -> None:
 
 
 def read_dtype(kind: type, value: Any) -> torch.dtype:
-    """The dtype of a name."""
+    """Return the dtype of a name."""
     assert kind is torch.dtype
     if not isinstance(value, str) or value not in DTYPES:
         raise ValueError(f"unknown dtype {short_repr(value)}; known: {', '.join(DTYPES)}")
@@ -116,7 +116,7 @@ def _check_class(node: Node) -> None:
 
 
 def _is_identifier(name: str | int) -> bool:
-    """Whether a class can have a field of this name, and the same name once Python has read it."""
+    """Return whether a class can have a field of this name, which Python does not normalize."""
     return (
         isinstance(name, str)
         and name.isidentifier()

@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.errors import MismatchError, SchemaError
-from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.integers import Integers
 from lightning_memmap.schema.fields import (
     DTYPES,
     FROM_NUMPY,
@@ -48,34 +48,37 @@ _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 
 
 class Branch(ABC):
-    """What rows have at one place of a sample. A SchemaError says that it is not as asked."""
+    """The values of many rows at one path of a sample.
+
+    Methods raise a SchemaError if the values do not have the requested structure.
+    """
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     def given(self) -> NDArray[np.bool_]:
-        """Which rows are not None."""
+        """Return which rows are not None, bool of shape (rows,)."""
         return np.ones(len(self), np.bool_)
 
     def where(self, given: NDArray[np.bool_]) -> "Branch":
-        """The rows that are not None."""
+        """Return the rows where a mask is True."""
         raise SchemaError("no row is None")
 
     def parts(self, node: Node, path: Path) -> Sequence["Branch"]:
-        """What containers have, child by child."""
+        """Return the values of containers, child by child."""
         raise SchemaError(f"{where(path)}: there are no containers")
 
     def lists(self, path: Path) -> tuple["Branch", Integers]:
-        """What lists have, one list after the other, and the length of each."""
+        """Return the concatenated items of lists, and the length of each list."""
         raise SchemaError(f"{where(path)}: there are no lists")
 
     @abstractmethod
     def leaves(self, field: Field) -> Values:
-        """The rows of a field, at least one."""
+        """Stack the rows of a field, at least one."""
 
 
 class Samples(Branch):
-    """Samples, or a part of each, as the dataset gives them."""
+    """Samples, or one part of each, as the dataset returned them."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._values = values
@@ -113,7 +116,7 @@ class Samples(Branch):
         if isinstance(field.kind, Text):
             return _stack_texts(field, field.kind, leaves)
         if not isinstance(field.kind, Image):
-            # Whatever goes wrong here is told by the leaves one by one.
+            # On failure, convert leaf by leaf below, which names the field.
             with suppress(RuntimeError, TypeError, ValueError, OverflowError, AttributeError):
                 return _stack_alike(field, leaves)
         data, sizes = _joined(field, [leaf_array(field, leaf) for leaf in leaves])
@@ -131,7 +134,7 @@ class Batch(Branch):
 
     @override
     def __len__(self) -> int:
-        return 1  # At least: how many rows there are is known by field.
+        return 1  # Never empty. The number of rows is only known field by field.
 
     @override
     def parts(self, node: Node, path: Path) -> Sequence[Branch]:
@@ -145,8 +148,7 @@ class Batch(Branch):
 
 
 def rows_apart(name: str, leaf: Any) -> Sequence[Any] | None:
-    """The rows of a leaf of a batch that has them one by one: a `RowList` or a nested tensor. None
-    of a tensor that has them in its first dimension; there is nothing else."""
+    """Return the rows of a `RowList` or nested tensor, and None for a tensor of stacked rows."""
     if isinstance(leaf, RowList):
         return leaf
     found = type(leaf).__name__
@@ -216,7 +218,7 @@ def _stack_records(records: Branch, lengths: Integers, record: Node, path: Path)
 
 
 def _join_texts(texts: Values, lengths: Integers) -> Values:
-    """Texts as those of lists, of which each row has some."""
+    """Join texts into one row for each list."""
     each = (text.numpy().tobytes() for text in texts.rows())
     rows = [join_texts([*islice(each, length)]) for length in lengths.tolist()]
     sizes = np.array(list(map(len, rows)), np.int64)[:, None]
@@ -224,7 +226,7 @@ def _join_texts(texts: Values, lengths: Integers) -> Values:
 
 
 def _stack_alike(field: Field, leaves: Sequence[Any]) -> Values:
-    """Stack leaves of one type and dtype; any error where they are not."""
+    """Stack leaves of one type and dtype. Raises any error if they differ."""
     (kind,) = set(map(type, leaves))
     if kind in (list, tuple):
         lengths = np.array(list(map(len, leaves)), np.int64)
@@ -243,7 +245,7 @@ def _stack_alike(field: Field, leaves: Sequence[Any]) -> Values:
 
 
 def _joined(field: Field, leaves: Sequence[Any]) -> tuple[Array, Integers | None]:
-    """Arrays or tensors of shapes that a field admits, one after the other, and their sizes."""
+    """Concatenate arrays or tensors of shapes that a field admits, and return their sizes."""
     count = field.num_variable
     sizes = np.array([leaf.shape[:count] for leaf in leaves], np.int64) if count else None
     if count > 1:
@@ -277,8 +279,7 @@ def _stack_texts(field: Field, kind: Text, texts: Sequence[Any]) -> Values:
 
 
 def fit(field: Field, rows: Any, sizes: Integers | None = None) -> Values:
-    """Rows of a field in one array, or their items and the sizes of each: in the same memory where
-    possible."""
+    """Check rows of a field in one array, or their items and sizes; copy nothing if possible."""
     try:
         array, kind = to_array(rows)
     except SchemaError as error:
@@ -299,7 +300,7 @@ def fit(field: Field, rows: Any, sizes: Integers | None = None) -> Values:
 
 
 def fit_lists(field: Field, items: Any, lengths: Integers) -> Values:
-    """What lists of numbers have, one list after the other, and at least one length, as rows."""
+    """Turn concatenated lists of numbers into rows; ``lengths`` must not be empty."""
     if field.num_variable:
         return fit(field, items, lengths[:, None])
     if (lengths != lengths[0]).any():
@@ -311,12 +312,12 @@ def fit_lists(field: Field, items: Any, lengths: Integers) -> Values:
 
 
 def _is_list(value: Any) -> bool:
-    """Whether this is a list or tuple that has no class of its own."""
+    """Return whether this is a plain list or tuple, not a named tuple."""
     return isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
 
 
 def leaf_array(field: Field, leaf: Any) -> Array:
-    """Check a leaf of any type, and convert it to what is stored of it."""
+    """Check a leaf of any type, and convert it to the array that is stored."""
     try:
         if _is_list(leaf):
             empty = torch.empty(0, dtype=field.dtype, device="cpu")
@@ -334,7 +335,7 @@ def leaf_array(field: Field, leaf: Any) -> Array:
 
 
 def as_tensor(values: Array) -> Tensor:
-    """An array as a tensor, of the same memory where torch can use it."""
+    """Convert an array to a tensor, which shares its memory if torch can use it."""
     if isinstance(values, Tensor):
         return values
     array = values.astype(values.dtype.newbyteorder("="), copy=False)
@@ -347,7 +348,7 @@ def as_tensor(values: Array) -> Tensor:
 
 
 def array_dtype(array: Array) -> torch.dtype:
-    """The dtype in which a dense array or tensor is stored, in either byte order."""
+    """Return the dtype in which a dense array or tensor, of either byte order, is stored."""
     if isinstance(array, Tensor):
         dtype, found = array.dtype if array.dtype in DTYPES.values() else None, "dtype"
         lost = f"{dtype_name(array.dtype)}, which does not survive in a memory-mapped file"
@@ -369,7 +370,7 @@ def array_dtype(array: Array) -> torch.dtype:
 
 
 def numbers_dtype(values: Sequence[Any]) -> torch.dtype | None:
-    """The dtype that numbers share, of Python, numpy or tensors; None if they share none."""
+    """Return the dtype that numbers of Python, numpy or torch share; None if they differ."""
     dtypes: set[torch.dtype | None] = set()
     for kind in set(map(type, values)):
         if kind is Tensor:
@@ -384,7 +385,7 @@ def numbers_dtype(values: Sequence[Any]) -> torch.dtype | None:
 
 
 def numbers_array(lists: Sequence[Sequence[Any]]) -> Array:
-    """The numbers of lists, one list after the other, in an array of one dimension."""
+    """Concatenate the numbers of lists into an array of one dimension."""
     values = list(chain.from_iterable(lists))
     dtype, kinds = numbers_dtype(values), set(map(type, values))
     if dtype is None:

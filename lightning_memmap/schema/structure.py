@@ -119,7 +119,7 @@ def leaf_node(field: Field) -> Node:
 
 
 def columns_of(values: Sequence[Any], node: Node, path: Path) -> Sequence[Sequence[Any]]:
-    """What containers have, child by child."""
+    """Return the values of containers, child by child."""
     kinds, lengths = set(map(type, values)), {len(node.keys)}
     kind: Any = kinds.pop() if len(kinds) == 1 else None
     # Those that most datasets give, all at once.
@@ -134,7 +134,7 @@ def columns_of(values: Sequence[Any], node: Node, path: Path) -> Sequence[Sequen
 
 
 def _children(value: Any, node: Node, path: Path) -> Sequence[Any]:
-    """What one container has, in the order of a node's keys."""
+    """Return the values of one container, in the order of a node's keys."""
     found = children_of(value, path)
     if found is None or found[0] != node.kind:
         raise MismatchError(
@@ -193,16 +193,15 @@ def children_of(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | No
 
 
 class Masked(NamedTuple):
-    """What a batch has for rows of which some are None: values and a mask."""
+    """The rows of a batch of which some are None: values and a mask."""
 
     values: Any
-    """What a batch has where no row is None. Rows that are None are zeros, or as short as possible
-    if rows differ in length."""
+    """The values. Rows that are None are zeros, or empty if rows differ in length."""
     mask: Tensor
     """True for each row that is not None: bool of shape (B,), on the device of ``values``."""
 
     def rows(self) -> list[Any]:
-        """The rows, with None for those that have no value.
+        """Return the rows, with None for rows without a value.
 
         Raises:
             TypeError: The rows have more than one field.
@@ -221,7 +220,7 @@ class Masked(NamedTuple):
 
 
 def _records(record: Build, leaves: Mapping[int, Any]) -> Any:
-    """The records of all rows of a batch: row by row where their fields are lists of rows."""
+    """Nest the records of a batch: row by row if their fields are lists of rows."""
     if not all(isinstance(leaf, RowList) for leaf in leaves.values()):
         return record(leaves)
     rows = zip(*leaves.values(), strict=True)
@@ -229,7 +228,7 @@ def _records(record: Build, leaves: Mapping[int, Any]) -> Any:
 
 
 def _list(record: Build, leaves: Mapping[int, Any]) -> list[Any]:
-    """The records of one row."""
+    """Nest the records of one row."""
     lengths = {len(leaf) for leaf in leaves.values()}
     if len(lengths) > 1:
         raise StoreError(
