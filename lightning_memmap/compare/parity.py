@@ -19,7 +19,7 @@ from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.transform import has_parameter
 from lightning_memmap.loading.variable_rows import Padded
 from lightning_memmap.schema.fields import RowList
-from lightning_memmap.strategies._replica_batches import ReplicaBatches
+from lightning_memmap.strategies.replicas.batches import ReplicaBatches
 
 MODULUS = 2**64
 

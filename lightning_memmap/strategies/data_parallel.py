@@ -18,12 +18,12 @@ from lightning_memmap._compat.modules import (
 from lightning_memmap._compat.tensors import after_backward
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.placement.topology import DataTopology
-from lightning_memmap.strategies._merge_logs import merge_logs
-from lightning_memmap.strategies._merge_outputs import OutputLengths, OutputMerger
-from lightning_memmap.strategies._one_process import OneProcess
-from lightning_memmap.strategies._replica_batches import ReplicaBatches
-from lightning_memmap.strategies._replicable import check_replicable
-from lightning_memmap.strategies._replicas import Replicas
+from lightning_memmap.strategies.common.one_process import OneProcess
+from lightning_memmap.strategies.replicas.batches import ReplicaBatches
+from lightning_memmap.strategies.replicas.merge_logs import merge_logs
+from lightning_memmap.strategies.replicas.merge_outputs import OutputLengths, OutputMerger
+from lightning_memmap.strategies.replicas.replicable import check_replicable
+from lightning_memmap.strategies.replicas.replicas import Replicas
 
 
 class DataParallelStrategy(OneProcess):

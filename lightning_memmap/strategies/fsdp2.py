@@ -29,26 +29,26 @@ from lightning_memmap._compat.fsdp2 import (
 )
 from lightning_memmap._compat.modules import set_device_attribute, unless_none
 from lightning_memmap.errors import check_integer
-from lightning_memmap.strategies._checkpoints import (
+from lightning_memmap.strategies.common.checkpoints import (
     check_target,
     partial_path,
     put_in_place,
     remove,
 )
-from lightning_memmap.strategies._fsdp2_shard import (
+from lightning_memmap.strategies.common.split_module import SplitModule
+from lightning_memmap.strategies.sharding.shard import (
     recompute_activations,
     reshard_if_thawed,
     shard_module,
     sharded_units,
 )
-from lightning_memmap.strategies._fsdp2_states import (
+from lightning_memmap.strategies.sharding.states import (
     gather_state,
     load_sharded_optimizers,
     shard_like,
     shard_optimizer_state,
 )
-from lightning_memmap.strategies._fsdp2_units import choose_units
-from lightning_memmap.strategies._split_module import SplitModule
+from lightning_memmap.strategies.sharding.units import choose_units
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from typing_extensions import override
 from lightning_memmap._compat.launchers import move_outputs
 from lightning_memmap._compat.modules import unless_none
 from lightning_memmap.errors import MemberError, check_integer
-from lightning_memmap.strategies._member_results import MemberResults, folder_of
-from lightning_memmap.strategies._members import (
+from lightning_memmap.strategies.common.one_process import OneNode
+from lightning_memmap.strategies.members.processes import (
     MEMBER_VARIABLE,
     MemberLauncher,
     member_of_this_process,
 )
-from lightning_memmap.strategies._one_process import OneNode
+from lightning_memmap.strategies.members.results import MemberResults, folder_of
 
 
 class IndependentStrategy(OneNode):

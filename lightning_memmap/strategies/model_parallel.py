@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_memmap._compat.modules import apply_to_tensors, set_device_attribute
 from lightning_memmap.loading.device_streams import current, has_streams
-from lightning_memmap.strategies._stages import module_tensors, parameters_by_stage, stages_of
+from lightning_memmap.strategies.common.stages import module_tensors, parameters_by_stage, stages_of
 from lightning_memmap.strategies.superbatch import SuperBatchStrategy
 
 #: A device, and the layers on it.

@@ -25,19 +25,22 @@ from lightning_memmap._compat.modules import is_called_in
 from lightning_memmap._compat.tensors import after_backward
 from lightning_memmap.errors import check_integer
 from lightning_memmap.process_group import broadcast
-from lightning_memmap.strategies._checked import STEPS
-from lightning_memmap.strategies._known_gradients import loss_with_gradients, separate_gradients
-from lightning_memmap.strategies._pipeline_cut import cut_module, keep_local
-from lightning_memmap.strategies._pipeline_exchange import (
+from lightning_memmap.strategies.common.checked import STEPS
+from lightning_memmap.strategies.common.split_module import SplitModule
+from lightning_memmap.strategies.common.stages import module_tensors
+from lightning_memmap.strategies.pipelining.cut import cut_module, keep_local
+from lightning_memmap.strategies.pipelining.exchange import (
     average_gradients,
     gather_entries,
     local_state,
     local_weights,
     module_state,
 )
-from lightning_memmap.strategies._pipeline_run import SCHEDULES, StagePipeline, check_schedule
-from lightning_memmap.strategies._split_module import SplitModule
-from lightning_memmap.strategies._stages import module_tensors
+from lightning_memmap.strategies.pipelining.known_gradients import (
+    loss_with_gradients,
+    separate_gradients,
+)
+from lightning_memmap.strategies.pipelining.run import SCHEDULES, StagePipeline, check_schedule
 
 
 class PipelineStrategy(SplitModule, DDPStrategy):

@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_memmap.loading.batches import BatchLoader
-from lightning_memmap.strategies._one_process import OneProcess
+from lightning_memmap.strategies.common.one_process import OneProcess
 
 
 class SuperBatchStrategy(OneProcess):

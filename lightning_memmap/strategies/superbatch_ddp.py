@@ -19,8 +19,8 @@ from lightning_memmap._compat.ddp import (
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.device_streams import has_streams, stream_module
 from lightning_memmap.process_group import broadcast, broadcast_all
-from lightning_memmap.strategies._processes import SeveralProcesses
-from lightning_memmap.strategies._weighted_loss import WeightedLoss
+from lightning_memmap.strategies.common.processes import SeveralProcesses
+from lightning_memmap.strategies.common.weighted_loss import WeightedLoss
 
 #: Dtypes that NCCL can send only as bytes.
 _UNKNOWN_TO_NCCL = {torch.int16, torch.uint16, torch.uint32, torch.uint64}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_memmap.strategies._members import MEMBER_VARIABLE
+from lightning_memmap.strategies.members.processes import MEMBER_VARIABLE
 from tests.installed import remember_entry_points
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_memmap.strategies import read_results
-from lightning_memmap.strategies._members import MEMBER_VARIABLE
+from lightning_memmap.strategies.members.processes import MEMBER_VARIABLE
 from tests.distributed.harness import ROOT, TIMEOUT_S, launch_any
 from tests.distributed.scenarios import independent
 from tests.versions import weights_only

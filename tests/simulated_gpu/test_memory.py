@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import device_streams
-from lightning_memmap.strategies._replicas import Replicas
+from lightning_memmap.strategies.replicas.replicas import Replicas
 from tests.models import make_trainer
 from tests.simulated_gpu import devices
 

@@ -32,7 +32,7 @@ from torchmetrics.aggregation import RunningMean
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.strategies import DataParallelStrategy
-from lightning_memmap.strategies._merge_outputs import OutputMerger
+from lightning_memmap.strategies.replicas.merge_outputs import OutputMerger
 from tests.models import Points, Regression, make_trainer, weights
 from tests.rows import joined
 from tests.versions import EMAWeightAveraging, needs_ema, weights_only

@@ -20,8 +20,8 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import MemberError
 from lightning_memmap.sampling import KFold
 from lightning_memmap.strategies import IndependentStrategy, read_results
-from lightning_memmap.strategies._member_results import MemberResult, old_results
-from lightning_memmap.strategies._members import MEMBER_VARIABLE, MemberLauncher
+from lightning_memmap.strategies.members.processes import MEMBER_VARIABLE, MemberLauncher
+from lightning_memmap.strategies.members.results import MemberResult, old_results
 from tests.models import Points, Regression, make_trainer, weights
 from tests.strategies.contract import CASES
 from tests.strategies.traces import changed_by_fit

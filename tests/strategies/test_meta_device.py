@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memmap.errors import UnsuitableModuleError
-from lightning_memmap.strategies._meta_device import MetaInitializer, post_order
+from lightning_memmap.strategies.common.meta_device import MetaInitializer, post_order
 from tests.rows import CPU
 
 

@@ -11,7 +11,7 @@ from lightning_memmap.compare.parity import HashedTransform, hash_batch
 from lightning_memmap.compare.prepare import stored_batches
 from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.store import Store
-from lightning_memmap.strategies._replica_batches import ReplicaBatches
+from lightning_memmap.strategies.replicas.batches import ReplicaBatches
 from tests.rows import CPU, make_loader, make_sampler
 
 BATCH = {

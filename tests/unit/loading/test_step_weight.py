@@ -10,7 +10,7 @@ import torch
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.step_weight import StepWeight
 from lightning_memmap.store import Store
-from lightning_memmap.strategies._weighted_loss import WeightedLoss
+from lightning_memmap.strategies.common.weighted_loss import WeightedLoss
 from tests.rows import assembled, make_loader
 
 NumberedStore = Callable[..., Store]

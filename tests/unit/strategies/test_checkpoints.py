@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_memmap.strategies import STRATEGIES
-from lightning_memmap.strategies import _checkpoints as checkpoints
+from lightning_memmap.strategies.common import checkpoints as checkpoints
 from tests.models import make_trainer
 
 

@@ -9,7 +9,7 @@ from lightning.pytorch.plugins import Precision
 from torch import nn
 
 from lightning_memmap.strategies import FSDP2Strategy
-from lightning_memmap.strategies._fsdp2_units import default_units, without_shared
+from lightning_memmap.strategies.sharding.units import default_units, without_shared
 from tests.distributed.scenarios.fsdp2 import Block
 from tests.models import make_trainer
 

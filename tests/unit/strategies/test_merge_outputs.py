@@ -9,9 +9,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_memmap.loading import Padded, RowList
-from lightning_memmap.strategies._merge_outputs import OutputLengths, OutputMerger
-from lightning_memmap.strategies._replica_batches import ReplicaBatches
-from lightning_memmap.strategies._split_rows import split_rows
+from lightning_memmap.strategies.common.split_rows import split_rows
+from lightning_memmap.strategies.replicas.batches import ReplicaBatches
+from lightning_memmap.strategies.replicas.merge_outputs import OutputLengths, OutputMerger
 from tests.rows import CPU
 
 

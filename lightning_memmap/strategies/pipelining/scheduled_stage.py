@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import pipelining
+from typing_extensions import override
 
 from lightning_memmap._compat.pipelining import TracelessStage
 from lightning_memmap.process_group import view_as_bytes
@@ -22,9 +23,11 @@ class ScheduledStage(TracelessStage):
 
     # NCCL does not support all dtypes, but it supports those of tensors with gradients.
 
+    @override
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return _of_bytes(super().get_fwd_recv_ops(fwd_chunk_id))
 
+    @override
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return _of_bytes(super().get_fwd_send_ops(fwd_chunk_id))
 

@@ -16,7 +16,7 @@ from lightning_memmap.loading.variable_rows import Padded
 from lightning_memmap.placement.topology import DataTopology, data_parallel_rank, local_processes
 from lightning_memmap.schema.fields import RowList
 from lightning_memmap.schema.structure import Masked
-from lightning_memmap.strategies._checked import CheckedStrategy
+from lightning_memmap.strategies.common.checked import CheckedStrategy
 
 
 class SuperBatchMixin(CheckedStrategy):

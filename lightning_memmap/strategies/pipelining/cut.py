@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lightning_memmap._compat.modules import apply_to_tensors, set_device_attribute
 from lightning_memmap.errors import UnsuitableModuleError
-from lightning_memmap.strategies._meta_device import MetaInitializer, post_order
-from lightning_memmap.strategies._split_rows import even_ranges
-from lightning_memmap.strategies._stages import module_tensors, parameters_by_stage, stages_of
+from lightning_memmap.strategies.common.meta_device import MetaInitializer, post_order
+from lightning_memmap.strategies.common.split_rows import even_ranges
+from lightning_memmap.strategies.common.stages import module_tensors, parameters_by_stage, stages_of
 
 
 class _Stage(nn.Module):

@@ -9,8 +9,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_memmap.loading.nested import named_leaves
-from lightning_memmap.strategies._merge_outputs import OutputMerger
-from lightning_memmap.strategies._split_rows import row_count, split_rows
+from lightning_memmap.strategies.common.split_rows import row_count, split_rows
+from lightning_memmap.strategies.replicas.merge_outputs import OutputMerger
 
 
 @dataclasses.dataclass(init=False, eq=False, repr=False)

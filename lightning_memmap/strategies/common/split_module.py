@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from lightning_memmap._compat.loops import WEIGHT_AVERAGING
 from lightning_memmap.process_group import broadcast_all
-from lightning_memmap.strategies._processes import SeveralProcesses
-from lightning_memmap.strategies._weighted_loss import WeightedLoss
+from lightning_memmap.strategies.common.processes import SeveralProcesses
+from lightning_memmap.strategies.common.weighted_loss import WeightedLoss
 
 _ALTERNATIVES = "train with memmap_superbatch_ddp, memmap_superbatch or ddp"
 

@@ -25,7 +25,7 @@ from lightning_memmap._compat.launchers import (
     share_threads,
 )
 from lightning_memmap.logged_process import LoggedProcess, on_sigterm
-from lightning_memmap.strategies._member_results import (
+from lightning_memmap.strategies.members.results import (
     ABSENT,
     DONE,
     FAILED,

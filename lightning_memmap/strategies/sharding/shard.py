@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_memmap._compat.fsdp2 import is_gathered_otherwise
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.process_group import broadcast
-from lightning_memmap.strategies._checked import STEPS
-from lightning_memmap.strategies._fsdp2_units import has_parameters, manual_roots, parameter_names
-from lightning_memmap.strategies._meta_device import MetaInitializer, post_order
+from lightning_memmap.strategies.common.checked import STEPS
+from lightning_memmap.strategies.common.meta_device import MetaInitializer, post_order
+from lightning_memmap.strategies.sharding.units import has_parameters, manual_roots, parameter_names
 
 #: Layers whose running statistics stay float32 in mixed precision, and so must their parameters.
 _STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

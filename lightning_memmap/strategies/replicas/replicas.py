@@ -13,8 +13,8 @@ from lightning_memmap._compat.metrics import count_from_nothing, merge_metric
 from lightning_memmap._compat.modules import own_children, own_tensors
 from lightning_memmap._compat.tensors import add_all, copy_all, flatten, take_buckets, unflatten
 from lightning_memmap.loading.device_streams import current, send, send_together
-from lightning_memmap.strategies._merge_logs import ReplicaLog, log_to
-from lightning_memmap.strategies._module_copy import Attributes, ModuleCopy, references_in
+from lightning_memmap.strategies.replicas.merge_logs import ReplicaLog, log_to
+from lightning_memmap.strategies.replicas.module_copy import Attributes, ModuleCopy, references_in
 
 #: Bytes that are sent from one device to another at a time.
 _BUCKET_BYTES = 64 * 2**20

@@ -9,9 +9,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.placement.topology import data_parallel_rank
-from lightning_memmap.strategies._data_devices import SuperBatchMixin
-from lightning_memmap.strategies._failures import first_failure
-from lightning_memmap.strategies._same_rows import batch_digest, may_repeat_rows, warn_if_equal
+from lightning_memmap.strategies.common.data_devices import SuperBatchMixin
+from lightning_memmap.strategies.common.failures import first_failure
+from lightning_memmap.strategies.common.same_rows import (
+    batch_digest,
+    may_repeat_rows,
+    warn_if_equal,
+)
 
 
 class SeveralProcesses(SuperBatchMixin, ParallelStrategy):

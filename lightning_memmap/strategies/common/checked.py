@@ -8,8 +8,8 @@ from typing_extensions import override
 
 from lightning_memmap._compat.modules import uncompiled_log
 from lightning_memmap._compat.required import check_strategy
-from lightning_memmap.strategies._checkpoints import ReplacesCheckpoints
-from lightning_memmap.strategies._overrides import Overrides
+from lightning_memmap.strategies.common.checkpoints import ReplacesCheckpoints
+from lightning_memmap.strategies.common.overrides import Overrides
 
 #: The methods of a module that a Trainer calls with a batch.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_memmap.strategies._merge_outputs import weighted_mean
+from lightning_memmap.strategies.replicas.merge_outputs import weighted_mean
 
 #: The dtypes in which Lightning keeps logged values.
 _LOGGED_DTYPES = (torch.float32, torch.float64)

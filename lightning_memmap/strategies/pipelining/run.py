@@ -9,8 +9,8 @@ import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_memmap.strategies._pipeline_exchange import broadcast_nested
-from lightning_memmap.strategies._split_rows import even_ranges, split_rows
+from lightning_memmap.strategies.common.split_rows import even_ranges, split_rows
+from lightning_memmap.strategies.pipelining.exchange import broadcast_nested
 
 #: By name, the classes of schedules of ``torch.distributed.pipelining``.
 SCHEDULES = {
@@ -164,7 +164,10 @@ class StagePipeline:
         return self._schedules[key]
 
     def _new_schedule(self) -> Any:
-        from lightning_memmap.strategies._scheduled_stage import ScheduledStage, schedule_class
+        from lightning_memmap.strategies.pipelining.scheduled_stage import (
+            ScheduledStage,
+            schedule_class,
+        )
 
         self._loss_dtype = None
         stages = [

@@ -12,8 +12,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override
 
 from lightning_memmap.placement.topology import check_device
-from lightning_memmap.strategies._checked import CheckedStrategy
-from lightning_memmap.strategies._weighted_loss import WeightedLoss
+from lightning_memmap.strategies.common.checked import CheckedStrategy
+from lightning_memmap.strategies.common.weighted_loss import WeightedLoss
 
 
 class OneNode(CheckedStrategy, SingleDeviceStrategy):

@@ -12,7 +12,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_memmap.loading.nested import children_of, interleave, with_children
-from lightning_memmap.strategies._split_rows import row_count, types_with_rows
+from lightning_memmap.strategies.common.split_rows import row_count, types_with_rows
 
 #: Values of these types are merged to one if they are equal.
 _PLAIN = (int, float, str, bytes, type(None))

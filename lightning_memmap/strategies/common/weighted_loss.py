@@ -25,7 +25,7 @@ from lightning_memmap.loading.nested import named_leaves
 from lightning_memmap.loading.step_weight import DeliveredSteps
 from lightning_memmap.placement.topology import data_parallel_rank
 from lightning_memmap.schema.fields import RowList
-from lightning_memmap.strategies._data_devices import SuperBatchMixin
+from lightning_memmap.strategies.common.data_devices import SuperBatchMixin
 
 
 class WeightedLoss(SuperBatchMixin):

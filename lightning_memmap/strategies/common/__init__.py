@@ -1,0 +1,1 @@
+"""Bases of several strategies, and what they share."""

@@ -1,0 +1,1 @@
+"""The processes of ``memmap_independent``, and their results."""

@@ -1,0 +1,1 @@
+"""The stages and schedules of ``memmap_pipeline``."""

@@ -1,0 +1,1 @@
+"""The replicas of ``memmap_dp`` in one process."""

@@ -1,0 +1,1 @@
+"""How ``memmap_fsdp2`` shards a module and its state."""
