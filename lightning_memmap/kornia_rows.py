@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_memmap._compat.tensors import PRIVATE_DRAWS
 from lightning_memmap.loading.row_random import RowRandom
 
 __all__ = ["KorniaRows"]
@@ -154,7 +155,7 @@ _DRAWS: dict[Any, Callable[[tuple[Any, ...], Any], tuple[Sequence[int], _Draw]]]
 #: Draw the order of their changes for a whole batch.
 _ORDERED = frozenset({"ColorJitter", "ColorJiggle"})
 _OTHERS = {
-    torch.randperm, torch.multinomial, torch.normal, torch.poisson, torch._standard_gamma,
-    torch._sample_dirichlet, Tensor.uniform_, Tensor.normal_, Tensor.random_, Tensor.bernoulli_,
-    Tensor.exponential_, Tensor.cauchy_, Tensor.log_normal_, Tensor.geometric_,
+    torch.randperm, torch.multinomial, torch.normal, torch.poisson, *PRIVATE_DRAWS,
+    Tensor.uniform_, Tensor.normal_, Tensor.random_, Tensor.bernoulli_, Tensor.exponential_,
+    Tensor.cauchy_, Tensor.log_normal_, Tensor.geometric_,
 }  # fmt: skip

@@ -16,6 +16,12 @@ except ImportError:
 
 
 _COUNTS = count()
+#: Functions of torch that draw random numbers.
+PRIVATE_DRAWS = tuple(
+    getattr(torch, name)
+    for name in ("_standard_gamma", "_sample_dirichlet")
+    if hasattr(torch, name)
+)
 
 
 def jagged_tensor(values: Tensor, offsets: Tensor) -> Tensor:
