@@ -1,21 +1,20 @@
 """From rows to batches: located, fetched, decoded, transformed, assembled.
 
-split            the sources of a split, made for its placement
-row_source       what a source is: memory, or a stream
-memory           rows in the file mapping, or copied, and where each of them is
-stream           rows read window by window (row_file)
-fetch            the rows of coming steps (buffers, device_streams)
-decoding         images of the next step are decoded while a step is used (image_decoder)
-ahead            the threads of both
-variable_rows    rows that differ in length, not copied yet: padded, jagged or listed
-variable_batch   nests a batch, each field in its form
-packed_rows      documents of a field, pack after pack
-packed_batch     fetches packs, and nests a batch of them (packing)
-transform        batch transforms, repeatable
-super_batch      the batches of all data devices in one step (nested)
-step_weight      how much of a step's loss belongs to this process
-loader           super-batches in an order, or assembled (state, prefetch)
-batches          the same without a Trainer
+split            the sources of the rows of a split, loaded where its placement wants them
+row_source       the contract of a source: memory, or a stream
+memory           rows in the file mapping, or copied to a device or the host
+stream           rows read block by block (row_file)
+fetch            fetches the rows of the next steps (buffers, device_streams)
+decoding         decodes the images of the next steps in threads (image_decoder, ahead)
+variable_rows    rows that differ in length: padded, jagged or listed
+variable_batch   collates a batch, each field in its form
+packed_rows      the documents of a field, pack after pack
+packed_batch     fetches packs, and collates a batch of them (packing)
+transform        runs batch transforms repeatably (row_random, philox)
+super_batch      collates, transforms and assembles the batches of a step (assembly, nested)
+step_weight      the weight of a process in the loss of a step
+loader           yields super-batches, or assembled batches (progress, state, prefetch)
+batches          yields batches without a Trainer
 """
 
 from lightning_memmap.loading.image_decoder import Scaled

@@ -80,9 +80,9 @@ class Images:
         """Draw numbers for the random crops of the rows of a step, which all fields share."""
         if all(decoder.form.crop == "center" for decoder in self.decoders.values()):
             return None
-        epoch, positions = step.steps.epoch, step.steps.positions
-        # Other numbers than those of a transform.
-        random = RowRandom.at(sampler, epoch, positions, derive_seed(seed, _CROP_SEED))
+        # Derived, because a transform draws its numbers from the seed itself.
+        crop_seed = derive_seed(seed, _CROP_SEED)
+        random = RowRandom.at(sampler, step.steps.epoch, step.steps.positions, crop_seed)
         draws: list[list[Any]] = random.uniform(*DRAWS).tolist()
         return draws
 

@@ -24,11 +24,11 @@ from lightning_memmap.loading.row_source import Fetched, Steps, released_error
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.state import LoaderState
 from lightning_memmap.loading.step_weight import DeliveredSteps, StepWeight, weights_of_steps
-from lightning_memmap.loading.super_batch import Collate, Collator, SuperBatch
+from lightning_memmap.loading.super_batch import Collate, StepSeeds, SuperBatch, make_collator
 from lightning_memmap.loading.transform import BatchTransform
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling.identity import difference_of
-from lightning_memmap.sampling.sampler import Sampler, derive_seed
+from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import BatchSchedule, SkippedSteps
 
 #: Limits of the positions and steps that are located at once.
@@ -84,7 +84,7 @@ class SuperBatchLoader:
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.seed = seed
-        self._collator = Collator(collate, transform)
+        self._collator = make_collator(collate, transform)
         #: The device that batches are assembled on, usually the root device; None for
         #: super-batches.
         self.device: torch.device | None = None
@@ -105,7 +105,7 @@ class SuperBatchLoader:
     def _serve(self, rows: SplitRows) -> None:
         """Serve other rows, or the rows of another rank, from the next iteration on."""
         self._rows = rows
-        self._fetcher = Fetcher(rows, self._topology, self.order, self._assembled_on)
+        self._fetcher = self._make_fetcher()
         if not self.num_steps:
             raise ValueError(
                 f"batch_size={self.batch_size}, drop_last=True: the {self.order.num_positions} rows"
@@ -116,14 +116,13 @@ class SuperBatchLoader:
         # It checks that every data device has a row in each step.
         self._start()
 
+    def _make_fetcher(self) -> Fetcher:
+        fetch_on = self._collator.fetch_on(self.device)
+        return Fetcher(self._rows, self._topology, self.order, fetch_on)
+
     def _update_skipped(self) -> None:
         #: The steps that the run skips.
         self.skipped = self._skipped_before.adding(self._skip_steps, self._whole_epoch)
-
-    @property
-    def _assembled_on(self) -> torch.device | None:
-        """The device that rows are assembled on before any transform; None if they are not."""
-        return None if self._collator.is_apart else self.device
 
     @property
     def global_batch(self) -> int:
@@ -192,14 +191,12 @@ class SuperBatchLoader:
         loader = copy.copy(self)
         loader.device = device
         loader.prefetch = prefetch
-        loader._fetcher = Fetcher(self._rows, self._topology, self.order, loader._assembled_on)
+        loader._fetcher = loader._make_fetcher()
         return loader
 
     def placed(self, topology: DataTopology) -> "SuperBatchLoader":
         """Return a loader with batches on the device that a topology wants them on."""
-        device = topology.assemble_on
-        if device is None and self._collator.is_on_super_batch:
-            device = topology.data_devices[0]
+        device = self._collator.assemble_on(topology)
         prefetch = self.prefetch_on(topology.data_devices[0] if device is None else device)
         is_placed = (self.device, self.prefetch) == (device, prefetch)
         return self if is_placed else self.assembled(device, prefetch)
@@ -375,35 +372,34 @@ class SuperBatchLoader:
 
     def _super_batches(self, fetched: Fetched) -> Iterator[SuperBatch]:
         """Yield the super-batches of some steps."""
-        collator, steps, first = self._collator, fetched.steps, fetched.first
-        topology, devices = self._topology, fetched.devices
+        collator = self._collator
+        steps = fetched.steps
+        devices = fetched.devices
+        first = fetched.first
         random = None
         if collator.takes_random:
             random = RowRandom.at(self.order, steps.epoch, steps.positions, self.seed)
-        done = 0
-        # The last reference to a step's rows goes with its super-batch.
-        parts = fetched.by_step()
+        start = 0
+        seeds = None
+        # The rows of a step are freed with its super-batch.
+        leaves_of_steps = fetched.by_step()
         pairs = zip(steps.lengths, steps.weights, strict=True)
-        for number, (length, weight) in enumerate(pairs, steps.first_step):
-            leaves, batches = [*parts.pop()], []
-            for index, device in enumerate(devices):
-                batch = collator.collate(leaves.pop(0))
-                if collator.is_apart:
-                    consumer = topology.rank + topology.size * index
-                    seed = derive_seed(self.seed, steps.epoch, number, consumer)
-                    start = done + (index - first) % len(devices)
-                    mine = slice(start, done + length, len(devices))
-                    part = random and random.restarted(rows=mine)
-                    batch = collator.transformed(batch, device, seed, part, index)
-                batches.append(batch)
-                del batch
-            super_batch = SuperBatch(devices, length, weight, first, collator, batches)
+        for step, (num_rows, weight) in enumerate(pairs, steps.first_step):
+            stop = start + num_rows
+            if collator.has_transform:
+                rows_random = random and random.restarted(rows=slice(start, stop))
+                seeds = StepSeeds(
+                    first, len(devices), self.seed, steps.epoch, step, self._topology, rows_random
+                )
+            leaves = [*leaves_of_steps.pop()]
+            batches = [
+                collator.collate(leaves.pop(0), device, index, seeds)
+                for index, device in enumerate(devices)
+            ]
+            super_batch = SuperBatch(devices, num_rows, weight, first, collator, batches, seeds)
             del leaves, batches
-            if collator.is_on_super_batch:
-                super_batch.seed = derive_seed(self.seed, steps.epoch, number, topology.rank)
-                super_batch.random = random and random.restarted(rows=slice(done, done + length))
-            done += length
-            first = (first + length) % len(devices)
+            start = stop
+            first = (first + num_rows) % len(devices)
             yield super_batch
             del super_batch
 
@@ -452,14 +448,10 @@ class SuperBatchLoader:
 
 def _row_weights(lengths: Sequence[int], sizes: Sequence[int]) -> list[StepWeight]:
     """Return the weights of steps by the rows of a process and of all processes."""
-    weights = list[StepWeight]()
-    for length, size in zip(lengths, sizes, strict=True):
-        # Most steps have the same weight as the one before.
-        if weights and weights[-1].local == length and weights[-1].total == size:
-            weights.append(weights[-1])
-        else:
-            weights.append(StepWeight(length, size))
-    return weights
+    pairs = [*zip(lengths, sizes, strict=True)]
+    # Most steps have the same weight.
+    weights = {pair: StepWeight(*pair) for pair in {*pairs}}
+    return [weights[pair] for pair in pairs]
 
 
 class RowsByStep(Sequence[list[int]]):

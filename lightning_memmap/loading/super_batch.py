@@ -1,29 +1,18 @@
-"""A super-batch: the batches of all data devices in one step, and how they are put together.
+"""A super-batch: the batches of all data devices in one step, and the collators that make them.
 
-A batch is contiguous on its data device, and so is a copy to another device. On the device that
-assembles them, rows are interleaved: those of data device ``d`` go to every ``D``-th place.
+A transform runs either on each data device before the batches are assembled, in `DeviceCollator`,
+or on the assembled rows, in `SuperBatchCollator`. The latter also serves loaders without one.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from typing_extensions import override
 
-from lightning_memmap.errors import with_article
-from lightning_memmap.loading.buffers import BufferPool
-from lightning_memmap.loading.device_streams import send
-from lightning_memmap.loading.nested import (
-    check_alike,
-    interleave,
-    is_on,
-    is_variable,
-    kind_of,
-    named_leaves,
-    send_leaf,
-    with_leaves,
-)
+from lightning_memmap.loading.assembly import Assembler
 from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.loading.step_weight import StepWeight
 from lightning_memmap.loading.transform import (
@@ -32,109 +21,186 @@ from lightning_memmap.loading.transform import (
     OnSuperBatch,
     has_parameter,
 )
-from lightning_memmap.schema.fields import RowList
+from lightning_memmap.placement.topology import DataTopology
+from lightning_memmap.sampling.sampler import derive_seed
 
-#: Nests one leaf per field like the dataset's samples; see `LayoutCollate`.
-Collate: TypeAlias = Callable[[Sequence[Any]], Any]
+#: The fetched rows of one data device, one leaf per field.
+Leaves: TypeAlias = Sequence[Any]
+#: Nests the leaves like the dataset's samples; see `LayoutCollate`.
+Collate: TypeAlias = Callable[[Leaves], Any]
 
 
-class Collator:
-    """Makes the batches of a loader: nested, transformed, and assembled in buffers used again."""
+class StepSeeds(NamedTuple):
+    """The random numbers for the transforms of one step."""
 
-    def __init__(self, collate: Collate, transform: BatchTransform | None = None) -> None:
-        self.collate = collate
+    first: int  # The data device that holds row 0.
+    num_devices: int
+    seed: int  # The seed of the loader.
+    epoch: int
+    step: int
+    topology: DataTopology
+    random: RowRandom | None  # The random numbers for each row, if the transform takes them.
+
+    def seed_of(self, index: int) -> int:
+        """Return the seed of the transform on one data device."""
+        consumer = self.topology.rank + self.topology.size * index
+        return derive_seed(self.seed, self.epoch, self.step, consumer)
+
+    def random_of(self, index: int) -> RowRandom | None:
+        """Return the random numbers for the rows of one data device."""
+        start = (index - self.first) % self.num_devices
+        return self.random and self.random.restarted(rows=slice(start, None, self.num_devices))
+
+
+class Collator(ABC):
+    """Makes the batches of a loader.
+
+    Args:
+        collate: Nests one leaf per field like the dataset's samples.
+        transform: The batch transform.
+    """
+
+    def __init__(self, collate: Collate, transform: BatchTransform | None) -> None:
+        self._collate = collate
         self._transform = transform
-        #: Whether the transform runs on assembled batches.
-        self.is_on_super_batch = isinstance(transform, OnSuperBatch)
-        #: Whether each data device needs a batch of its own.
-        self.is_apart = transform is not None and not self.is_on_super_batch
-        #: Whether the transform needs random numbers for each row.
+        self.has_transform = transform is not None
+        #: Whether the transform takes random numbers for each row.
         self.takes_random = transform is not None and has_parameter(transform, "random")
         self._transforms: dict[tuple[int, torch.device], DeviceTransform] = {}
-        self._pool = BufferPool([])
+        self._assembler = Assembler()
 
-    def transformed(
-        self,
-        batch: Any,
-        device: torch.device,
-        seed: int,
-        random: RowRandom | None,
-        index: int = 0,
+    @abstractmethod
+    def fetch_on(self, device: torch.device | None) -> torch.device | None:
+        """Return the device to fetch all rows of a step on; None to fetch per data device.
+
+        Args:
+            device: The device that batches are assembled on, if any.
+        """
+
+    @abstractmethod
+    def assemble_on(self, topology: DataTopology) -> torch.device | None:
+        """Return the device to assemble batches on; None to keep them on the data devices."""
+
+    @abstractmethod
+    def collate(
+        self, leaves: Leaves, device: torch.device, index: int, seeds: StepSeeds | None
+    ) -> Any:
+        """Make the batch of one data device.
+
+        Args:
+            leaves: The fetched rows.
+            device: The data device.
+            index: The index of the data device.
+            seeds: The random numbers of the step; None without a transform.
+        """
+
+    @abstractmethod
+    def assemble(self, super_batch: "SuperBatch", device: torch.device) -> Any:
+        """Make one batch of the batches of all data devices, on a device."""
+
+    def _transformed(
+        self, batch: Any, device: torch.device, index: int, seed: int, random: RowRandom | None
     ) -> Any:
         """Run the transform on a batch."""
-        if self._transform is None:
-            return batch
         key = index, device
         if key not in self._transforms:
+            assert self._transform is not None
             self._transforms[key] = DeviceTransform(self._transform, device)
-        found = self._transforms[key](batch, seed, random)
-        if found is None:
+        result = self._transforms[key](batch, seed, random)
+        if result is None:
             raise TypeError(
-                "transform: it returned None; return the batch (is the return statement missing?)"
+                "transform: it returned None: return the batch (is the return statement missing?)"
             )
-        return found
+        return result
 
-    def assemble(self, batches: list[Any], first: int, num_rows: int, device: torch.device) -> Any:
-        """Assemble the batches of all data devices on one device."""
-        leaves = _checked_leaves(batches, first, num_rows)
-        if len(batches) == 1:
-            if all(is_on(leaf, device) for leaf in leaves[0]):
-                return batches[0]
-            outs = [send_leaf(leaf, device) for leaf in leaves[0]]
+
+class DeviceCollator(Collator):
+    """Runs the transform on each data device, and assembles the results."""
+
+    @override
+    def fetch_on(self, device: torch.device | None) -> torch.device | None:
+        return None
+
+    @override
+    def assemble_on(self, topology: DataTopology) -> torch.device | None:
+        return topology.assemble_on
+
+    @override
+    def collate(
+        self, leaves: Leaves, device: torch.device, index: int, seeds: StepSeeds | None
+    ) -> Any:
+        batch = self._collate(leaves)
+        del leaves  # Free the rows that were copied into the batch.
+        assert seeds is not None
+        return self._transformed(batch, device, index, seeds.seed_of(index), seeds.random_of(index))
+
+    @override
+    def assemble(self, super_batch: "SuperBatch", device: torch.device) -> Any:
+        return self._assembler.assemble(
+            super_batch.batches, super_batch.first, super_batch.num_rows, device
+        )
+
+
+class SuperBatchCollator(Collator):
+    """Assembles the rows of all data devices, and runs the transform, if any, on the result."""
+
+    @override
+    def fetch_on(self, device: torch.device | None) -> torch.device | None:
+        return device
+
+    @override
+    def assemble_on(self, topology: DataTopology) -> torch.device | None:
+        if topology.assemble_on is None and self.has_transform:
+            return topology.data_devices[0]
+        return topology.assemble_on
+
+    @override
+    def collate(
+        self, leaves: Leaves, device: torch.device, index: int, seeds: StepSeeds | None
+    ) -> Any:
+        return self._collate(leaves)
+
+    @override
+    def assemble(self, super_batch: "SuperBatch", device: torch.device) -> Any:
+        if [*super_batch.data_devices] == [device]:
+            (batch,) = super_batch.batches
         else:
-            columns = list(zip(*leaves, strict=True))
-            dense = [column for column in columns if not is_variable(column[0])]
-            buffers = iter(self._buffers([column[0] for column in dense], num_rows, device))
-            outs = []
-            for column in columns:
-                if is_variable(column[0]):
-                    outs.append(interleave(column, first, num_rows, device))
-                    continue
-                outs.append(next(buffers))
-                for index, leaf in enumerate(column):
-                    # Contiguous between devices, and strided on the device.
-                    start = (index - first) % len(batches)
-                    outs[-1][start :: len(batches)].copy_(send(leaf, device))
-        return with_leaves(batches[0], iter(outs))
+            batch = self._assembler.assemble(
+                super_batch.batches, super_batch.first, super_batch.num_rows, device
+            )
+        if (seeds := super_batch.seeds) is None:
+            return batch
+        return self._transformed(batch, device, 0, seeds.seed_of(0), seeds.random)
 
-    def _buffers(self, leaves: list[Tensor], num_rows: int, device: torch.device) -> list[Tensor]:
-        fields = [(tuple(leaf.shape[1:]), leaf.dtype) for leaf in leaves]
-        if device.type != "cpu":
-            # torch's caching allocator reuses memory, in stream order.
-            return [torch.empty((num_rows, *shape), dtype=d, device=device) for shape, d in fields]
-        if self._pool.fields != fields:
-            self._pool = BufferPool(fields)
-        return self._pool.get(num_rows)
+
+def make_collator(collate: Collate, transform: BatchTransform | None = None) -> Collator:
+    """Make the collator for a transform."""
+    if transform is None or isinstance(transform, OnSuperBatch):
+        return SuperBatchCollator(collate, transform)
+    return DeviceCollator(collate, transform)
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class SuperBatch:
-    """The batches of one step."""
+    """The batches of all data devices in one step."""
 
     data_devices: Sequence[torch.device]
     num_rows: int
-    weight: StepWeight  # Of the loss on these rows.
+    weight: StepWeight  # The weight of the loss on these rows.
     first: int  # The data device whose batch has the first row.
     collator: Collator
-    #: The batch of each data device, on that device, as its transform left it.
+    #: The batch of each data device, on that device, as its transform has returned it.
     batches: list[Any]
-    seed: int = 0  # Of a random transform of the assembled batch.
-    random: RowRandom | None = None  # Random numbers of each row for that transform.
+    seeds: StepSeeds | None  # None without a transform.
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Any:
-        """Assemble the super-batch on one device. Only copies to the CPU are waited for.
+        """Assemble the super-batch on one device. Only copies to the CPU are complete on return.
 
-        ``non_blocking`` is there as in `torch.Tensor.to`, and changes nothing: whatever uses the
-        batch on the device comes after the copies, and nobody overwrites what they read.
+        ``non_blocking`` exists for compatibility with `torch.Tensor.to`, and changes nothing: later
+        work on the device waits for the copies, and their sources are not overwritten before.
         """
         target = device if isinstance(device, torch.device) else torch.device(device)
-        if [*self.data_devices] == [target] and not self.collator.is_apart:
-            (batch,) = self.batches
-        else:
-            batch = self.collator.assemble(self.batches, self.first, self.num_rows, target)
-        if self.collator.is_on_super_batch:
-            batch = self.collator.transformed(batch, target, self.seed, self.random)
-        return batch
+        return self.collator.assemble(self, target)
 
     def __len__(self) -> int:
         return self.num_rows
@@ -142,48 +208,3 @@ class SuperBatch:
     def __repr__(self) -> str:
         devices = ", ".join(str(device) for device in self.data_devices)
         return f"SuperBatch({self.num_rows} rows on {devices})"
-
-
-def _checked_leaves(batches: list[Any], first: int, num_rows: int) -> list[list[Any]]:
-    """The leaves of each batch, after checking that they are alike and have all rows."""
-    named = [dict(named_leaves(batch)) for batch in batches]
-    for index, leaves in enumerate(named):
-        rows = len(range((index - first) % len(batches), num_rows, len(batches)))
-        for name, leaf in leaves.items():
-            _check_leaf(name, leaf, rows, index, len(batches))
-    check_alike(
-        [{f"batch{n}": kind_of(leaf, True) for n, leaf in leaves.items()} for leaves in named],
-        "transform: it",
-        "on data device",
-        "they are assembled afterwards, and must be alike. A transform whose shapes differ from"
-        " call to call runs on the assembled rows instead with transform=OnSuperBatch(...), from"
-        " lightning_memmap.transforms",
-    )
-    return [[leaves[name] for name in named[0]] for leaves in named]
-
-
-def _check_leaf(name: str, leaf: Any, num_rows: int, index: int, num_devices: int) -> None:
-    """Check that what a transform returned is a tensor with a row for each row of its batch."""
-    if not isinstance(leaf, Tensor | RowList):
-        raise TypeError(
-            f"transform: it returned {with_article(type(leaf).__name__)} at batch{name}; return"
-            " tensors, in any nesting of dicts, lists, tuples and dataclasses; for texts, or what"
-            " else has one value for each row, return RowList(values), from"
-            " lightning_memmap.loading"
-        )
-    # The batch of a single device stays as it is, and may be sparse.
-    if isinstance(leaf, Tensor) and (num_devices > 1 or leaf.is_nested):
-        kind, layout = ("nested ", torch.jagged) if leaf.is_nested else ("", torch.strided)
-        if leaf.layout != layout:
-            raise TypeError(
-                f"transform: it returned a {kind}tensor of layout {leaf.layout} at batch{name},"
-                f" whose rows cannot be assembled: make it one of {layout}, or of the assembled"
-                " rows with transform=OnSuperBatch(...), from lightning_memmap.transforms"
-            )
-    if (isinstance(leaf, Tensor) and leaf.ndim == 0) or len(leaf) != num_rows:
-        found = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{len(leaf)} rows"
-        raise ValueError(
-            f"transform: it returned a tensor of {found} for a batch of"
-            f" {num_rows} rows on data device {index}; the first dimension of every tensor must be"
-            " the rows of the batch"
-        )

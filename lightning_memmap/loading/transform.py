@@ -19,12 +19,12 @@ from lightning_memmap.loading.row_random import RowRandom
 BatchTransform = Callable[..., Any]
 
 
-def check_callable(argument: str, given: object) -> None:
-    """Check an argument that is called on batches, on samples, or to make a sampler."""
-    if not callable(given):
+def check_callable(argument: str, value: object) -> None:
+    """Check that an argument is callable."""
+    if not callable(value):
         raise TypeError(
-            f"{argument}={short_repr(given)}: {with_article(type(given).__name__)} cannot be"
-            " called; give a function, an nn.Module or an object with __call__"
+            f"{argument}={short_repr(value)}: {with_article(type(value).__name__)} is not callable:"
+            " pass a function, an nn.Module or an object with __call__"
         )
 
 
@@ -95,9 +95,9 @@ class DeviceTransform:
                 raise
             raise TypeError(
                 f"transform={short_repr(self._transform)}: it cannot be called with a batch"
-                f" ({error}): give a function of one argument, the {type(batch).__name__} of all"
-                " rows of a batch, such as lambda batch: {**batch, 'x': module(batch['x'])};"
-                " PerSample runs one of a single sample"
+                f" ({error}): pass a function of one argument, the {type(batch).__name__} of all"
+                " rows of a batch, such as lambda batch: {**batch, 'x': module(batch['x'])}. For a"
+                " function of one sample, use PerSample"
             ) from error
 
 
@@ -114,8 +114,9 @@ def has_parameter(transform: BatchTransform, name: str) -> bool:
 
 @contextmanager
 def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    # An accelerator has a generator of its own, which torch can save and restore.
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    # torch can save and restore the generator of an accelerator too.
     module: Any = getattr(torch, device.type, None)
     devices = [device] if hasattr(module, "get_rng_state") else []
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cpu"):

@@ -12,8 +12,8 @@ import torch
 from tensordict import TensorDict
 
 from lightning_memmap.loading import RowList
+from lightning_memmap.loading.assembly import Assembler
 from lightning_memmap.loading.row_random import RowRandom
-from lightning_memmap.loading.super_batch import Collator
 from lightning_memmap.loading.transform import DeviceTransform
 from lightning_memmap.store import Store
 from lightning_memmap.transforms import PerSample
@@ -83,7 +83,7 @@ class TestSamples:
 
         batches = [PerSample(told)({"row": torch.tensor(rows)}) for rows in ([0, 2], [1])]
         for count, names in ((1, ["row 0", "row 2"]), (2, ["row 0", "row 1", "row 2"])):
-            found = Collator(lambda leaves: leaves).assemble(batches[:count], 0, len(names), CPU)
+            found = Assembler().assemble(batches[:count], 0, len(names), CPU)
             assert found["name"] == names
             assert isinstance(found["name"], RowList)
             assert found["pair"][1] == [b"bytes"] * len(names)
