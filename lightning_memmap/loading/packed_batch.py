@@ -158,7 +158,7 @@ class PackedCollate:
         pairs = zip(self._packs, leaves, strict=False)
         batch = self._build([pack(leaf, self._max_documents) for pack, leaf in pairs])
         packings = {
-            name: self._packing(name, leaves[place]) for name, place in self._packed_fields.items()
+            name: self._packing(name, leaves[index]) for name, index in self._packed_fields.items()
         }
         batch[PACKING] = packings if len(packings) > 1 else next(iter(packings.values()))
         if self._with_row_numbers:

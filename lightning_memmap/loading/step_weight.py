@@ -16,7 +16,8 @@ class StepWeight(NamedTuple):
     Args:
         local: The number that the mean of this process is over, usually its rows.
         total: The sum of ``local`` over all processes.
-        parts: What each data device of this process adds to ``local``; empty if these are its rows.
+        parts: The amount that each data device of this process adds to ``local``; empty if these
+            are its rows.
     """
 
     local: float
@@ -59,11 +60,11 @@ def weights_of_steps(
     totals = before[bounds[:, 1]] - before[bounds[:, 0]]
     parts = np.empty((len(bounds), num_devices))
     for device in range(num_devices):
-        own = np.zeros(len(by_position))
+        device_weights = np.zeros(len(by_position))
         served = slice(rank + size * device, None, size * num_devices)
-        own[served] = by_position[served]
-        own_before = np.append(0.0, np.cumsum(own))
-        parts[:, device] = own_before[bounds[:, 1]] - own_before[bounds[:, 0]]
+        device_weights[served] = by_position[served]
+        device_before = np.append(0.0, np.cumsum(device_weights))
+        parts[:, device] = device_before[bounds[:, 1]] - device_before[bounds[:, 0]]
     if accumulated > 1 and len(totals):
         number = first + np.arange(len(totals))
         counted = totals if limit is None else np.where(number < limit, totals, 0)

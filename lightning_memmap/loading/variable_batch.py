@@ -1,4 +1,4 @@
-"""What a batch has for fields whose rows differ in length, and how it is put together."""
+"""Collates a batch, with each field whose rows differ in length in its layout."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,7 +25,8 @@ _LIST = ListOfRows()
 class LayoutCollate:
     """Nests a batch like the dataset's samples, with each variable field in its layout.
 
-    The leaves of the fields may be followed by row numbers, and by the places of decoded images.
+    The leaves of the fields may be followed by row numbers, and by the scales and offsets of
+    decoded images.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class LayoutCollate:
     ) -> None:
         self._with_row_numbers = with_row_numbers
         if with_row_numbers:
-            _check_has_place(schema.structure)
+            _check_row_number_key(schema.structure)
         self._decode = decode or {}
         _check_decode(schema, self._decode)
         layouts = _layouts(schema, layout or {}, self._decode.keys())
@@ -51,24 +52,24 @@ class LayoutCollate:
         ]
 
     def __call__(self, leaves: Sequence[Tensor | VariableRows]) -> Any:
-        """Make a batch."""
-        others: Iterator[Any] = iter(leaves[len(self._fields) :])
-        numbers = next(others) if self._with_row_numbers else None
-        made = list[Any]()
+        """Return the batch of one step."""
+        extra_leaves: Iterator[Any] = iter(leaves[len(self._fields) :])
+        row_numbers = next(extra_leaves) if self._with_row_numbers else None
+        batch_leaves = list[Any]()
         for (name, layout, allocate), leaf in zip(self._fields, leaves, strict=False):
             decode = self._decode.get(name)
             if not isinstance(leaf, VariableRows):
                 is_scaled = decode is not None and decode.with_scale
-                made.append(Scaled.of(leaf, next(others)) if is_scaled else leaf)
+                batch_leaves.append(Scaled.of(leaf, next(extra_leaves)) if is_scaled else leaf)
             elif decode is not None:
-                made.append(leaf.replaced(allocate=allocate).decoded(decode))
+                batch_leaves.append(leaf.replaced(allocate=allocate).decoded(decode))
             elif name in self._masked:
                 padded = layout.batch(leaf.replaced(allocate=allocate))
-                made += [padded.values, padded.mask()]
+                batch_leaves += [padded.values, padded.mask()]
             else:
-                made.append(layout.batch(leaf.replaced(allocate=allocate)))
-        batch = self._build(made)
-        return _numbered(batch, numbers) if self._with_row_numbers else batch
+                batch_leaves.append(layout.batch(leaf.replaced(allocate=allocate)))
+        batch = self._build(batch_leaves)
+        return _with_row_numbers(batch, row_numbers) if self._with_row_numbers else batch
 
 
 def _with_masks(
@@ -88,7 +89,9 @@ def _with_masks(
     Raises:
         ValueError: A TensorDict cannot hold a field in its layout.
     """
-    keys, children, masked = [*node.keys], list[Node](), set[str]()
+    keys = [*node.keys]
+    children = list[Node]()
+    masked = set[str]()
     is_record |= node.kind == "records"
     for index, child in enumerate(node.children):
         changed, names = _with_masks(child, layouts, scaled, is_record)
@@ -104,8 +107,8 @@ def _with_masks(
             masked.add(name)
             if mask in node.keys:
                 raise ValueError(
-                    f"layout: field {name!r} is padded, and the TensorDict has a key {mask!r} of"
-                    " its own, where its mask would be: choose 'jagged', or rename the key in the"
+                    f"layout: field {name!r} is padded, but its mask {mask!r} is already a key of"
+                    " the TensorDict: choose 'jagged', or rename the key in the"
                     " dataset"
                 )
         elif name in scaled or (isinstance(layout, ListOfRows) and not is_record):
@@ -131,25 +134,25 @@ def _check_decode(schema: Schema, decode: Mapping[str, Decode]) -> None:
 
 
 def _layouts(
-    schema: Schema, given: Mapping[str, Layout], decoded: Collection[str]
+    schema: Schema, chosen: Mapping[str, Layout], decoded: Collection[str]
 ) -> dict[str, Layout]:
     """Return the layout of each field whose rows differ in length, checked."""
     fields = {field.name: field for field in schema.fields}
     lists = schema.lists
-    for name in given.keys() - lists.keys():
+    for name in chosen.keys() - lists.keys():
         schema.check_name("layout", name)
         _check_layout(name, fields.get(name), decoded)
     layouts: dict[str, Layout] = {}
     for name, field in fields.items():
         if field.num_variable:
-            layouts[name] = _LIST if field.is_text else given.get(name, _PAD)
+            layouts[name] = _LIST if field.is_text else chosen.get(name, _PAD)
     masks = {*schema.optional.values()}
     for name, names in lists.items():
-        numbers = [each for each in names if not fields[each].is_text]
-        for each in numbers:
-            layout = given.get(each, given.get(name, _LIST))
-            layouts[each] = layout.for_mask() if each in masks else layout
-        if len({isinstance(layouts[each], ListOfRows) for each in numbers}) > 1:
+        numeric = [leaf for leaf in names if not fields[leaf].is_text]
+        for leaf in numeric:
+            layout = chosen.get(leaf, chosen.get(name, _LIST))
+            layouts[leaf] = layout.for_mask() if leaf in masks else layout
+        if len({isinstance(layouts[leaf], ListOfRows) for leaf in numeric}) > 1:
             raise ValueError(
                 f"layout: some fields of the list {name!r} are lists of rows and others are not:"
                 f" name a layout for all of them, such as layout={{{name!r}: 'pad'}}"
@@ -177,24 +180,24 @@ def _check_layout(name: str, field: Field | None, decoded: Collection[str]) -> N
         )
 
 
-def _check_has_place(node: Node) -> None:
-    """Check that samples have a place for row numbers."""
+def _check_row_number_key(node: Node) -> None:
+    """Check that row numbers can be added to a batch."""
     if node.name:
         raise ValueError(
-            f"with_row_numbers=True: the samples are of the class {node.name!r}, which has no"
-            f" place for row numbers: give a dict, or a field of your own with the row"
+            "with_row_numbers=True: row numbers can't be added to samples of the class"
+            f" {node.name!r}: return a dict, or a field with the row, in the dataset"
         )
     if ROW_NUMBER in node.keys:
         raise ValueError(
-            f"with_row_numbers=True: the samples have a key {ROW_NUMBER!r} of their own: rename"
-            " it, or leave the argument out"
+            f"with_row_numbers=True: the samples already have a key {ROW_NUMBER!r}: rename it, or"
+            " remove the argument"
         )
 
 
-def _numbered(batch: Any, numbers: Any) -> Any:
-    """A batch with row numbers: under the key `ROW_NUMBER`, or behind what a list has."""
+def _with_row_numbers(batch: Any, row_numbers: Any) -> Any:
+    """Add row numbers to a batch: under the key `ROW_NUMBER`, or as the last item."""
     if isinstance(batch, tensordict_types()):
-        return batch.set(ROW_NUMBER, numbers)
+        return batch.set(ROW_NUMBER, row_numbers)
     if type(batch) is dict:
-        return {**batch, ROW_NUMBER: numbers}
-    return [*batch, numbers] if type(batch) is list else [batch, numbers]
+        return {**batch, ROW_NUMBER: row_numbers}
+    return [*batch, row_numbers] if type(batch) is list else [batch, row_numbers]

@@ -165,7 +165,7 @@ BLOCKS = {"shuffle_block": 1, "residency": "stream"}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "shuffled": (Points(60), {}),
     "streamed": (Points(60), {"shuffle_block": 1, "residency": "stream"}),
-    "windows": (Series(), {"variable": {"value": Windows(4, 2)}}),
+    "windows": (Series(), {"windows": Windows("value", 4, 2)}),
     "bucketed": (Points(60), {"sampler": Bucketed([row % 9 for row in range(60)], 12, 2)}),
     "weighted": (Points(60), {"sampler": WEIGHTED}),
     "weighted in blocks": (Points(60), {"sampler": WEIGHTED, **BLOCKS}),
