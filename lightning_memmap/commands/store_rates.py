@@ -18,8 +18,8 @@ from lightning_memmap.errors import DatasetError, SchemaError, check_integer
 from lightning_memmap.sampling.rows import default_shards
 from lightning_memmap.sizes import format_bytes, format_duration
 from lightning_memmap.store import Store, build_store
-from lightning_memmap.store.build import check_length
 from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.request import check_length
 from lightning_memmap.store.sources.source import is_read_by_item
 from lightning_memmap.store.sources.stream import is_stream
 

@@ -26,7 +26,7 @@ from lightning_memmap.schema.forms import (
     read_layouts,
     read_windows,
 )
-from lightning_memmap.store.identity import check_given
+from lightning_memmap.store.identity import check_fingerprint
 from lightning_memmap.store.manifest import check_num_shards
 from lightning_memmap.store.paths import StoreUrl, path_or_url
 from lightning_memmap.store.workers import check_num_workers
@@ -137,7 +137,7 @@ class DataOptions:
                 raise _no_split(argument, split, SPLITS)
         prints = self.fingerprint
         for fingerprint in prints.values() if isinstance(prints, Mapping) else [prints]:
-            check_given(fingerprint)
+            check_fingerprint(fingerprint)
 
     def _check_eval_batch_size(self) -> None:
         name = "eval_batch_size"

@@ -25,7 +25,7 @@ from lightning_memmap.errors import (
 from lightning_memmap.sampling.rows import Integers, Rows
 from lightning_memmap.sampling.selection import Selection
 from lightning_memmap.store import Store, open_store
-from lightning_memmap.store.build import Asked, build
+from lightning_memmap.store.build import build
 from lightning_memmap.store.building import unfinished_build
 from lightning_memmap.store.directory import is_store, stores_within
 from lightning_memmap.store.growing import open_growing
@@ -33,6 +33,7 @@ from lightning_memmap.store.joined import JoinedStore
 from lightning_memmap.store.paths import StoreUrl, path_or_url
 from lightning_memmap.store.recognition import check_dataset
 from lightning_memmap.store.remote.cache import RemoteStore
+from lightning_memmap.store.request import BuildRequest
 from lightning_memmap.store.sources.stream import is_stream
 
 
@@ -132,7 +133,7 @@ class SplitStores:
                 " val_dataset"
             )
 
-    def needed_build(self, split: str) -> Asked | None:
+    def needed_build(self, split: str) -> BuildRequest | None:
         """Return the build that a split needs, or None.
 
         No build is needed if the split has no dataset, or if this data module has built its store.
@@ -158,7 +159,7 @@ class SplitStores:
         # An existing store keeps its shards: its rows are striped again if num_shards differs.
         is_kept = not options.overwrite and is_store(path)
         with split_in_errors(split):
-            return Asked(
+            return BuildRequest(
                 dataset,
                 path,
                 None if is_kept else options.num_shards,
@@ -169,7 +170,7 @@ class SplitStores:
                 "store_dir",
             )
 
-    def grows(self, split: str, task: Asked) -> bool:
+    def grows(self, split: str, task: BuildRequest) -> bool:
         """Return whether a store is to be built while training reads its rows."""
         if self.options.build == "first" or is_store(task.directory.path):
             return False
@@ -181,7 +182,7 @@ class SplitStores:
             )
         return True
 
-    def build(self, builds: Mapping[str, Asked]) -> None:
+    def build(self, builds: Mapping[str, BuildRequest]) -> None:
         """Build the stores of some splits, or recognize stores that exist."""
         for split, task in builds.items():
             with split_in_errors(split):

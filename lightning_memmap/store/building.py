@@ -1,9 +1,10 @@
-"""A store that is being written: a generation, a draft, journals, and a writer in each process.
+"""Write a store: a generation, its draft, its journals, and a writer in each process.
 
-``build.json`` is the manifest before a row is written. ``journal`` has a byte for each row: whether
-it is written, and may be read meanwhile, and whether it is on the disk, from where the next build
-of the same goes on. A build in parts is called ``parts.json``, and each part has a journal of its
-own. What begins with a dot in the source of a draft is for that comparison alone.
+``build.json`` is the draft: the manifest before a row is written. ``journal`` has a byte for each
+row: whether it is written, so that it can be read during the build, and whether it is on the disk,
+so that the next build can resume from it. The draft of a build in parts is ``parts.json``, and each
+part has its own journal. Keys of ``source`` that begin with a dot are only used to match an
+interrupted build; they are not committed.
 
 The building process and all its workers share a lock on the journal: while one of them lives, no
 other process writes the same rows.
@@ -15,20 +16,18 @@ import logging
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Lock
-from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
 import torch
 from msgspec.structs import replace
-from numpy.typing import NDArray
 from typing_extensions import Self
 
 from lightning_memmap.errors import StoreError
@@ -41,10 +40,16 @@ from lightning_memmap.store.files import (
     OpenFiles,
     read_exactly,
     sync_path,
-    write_all,
-    write_rows,
 )
 from lightning_memmap.store.identity import Fingerprint
+from lightning_memmap.store.journal import (
+    KEPT,
+    WRITTEN,
+    InUseError,
+    Journal,
+    journal_name,
+    read_marks,
+)
 from lightning_memmap.store.manifest import MAX_MANIFEST_BYTES, Manifest
 from lightning_memmap.store.progress import ShowProgress, show_progress
 from lightning_memmap.store.samples import (
@@ -55,114 +60,20 @@ from lightning_memmap.store.samples import (
 )
 from lightning_memmap.store.workers import RowNumbers, threads
 
-#: What a build needs on the disk beside the rows: its draft, its journal, the manifest.
+#: Bytes of the draft, the journal and the manifest.
 _ROOM_BYTES = 64 * 2**10
-#: Files that are brought to the disk at once.
+#: Files that are synced at once.
 _NUM_SYNCS = 4
-#: Files that a process keeps open. With more fields than that, it opens them again when needed.
+#: The most files that a process keeps open. It opens others again when it needs them.
 _MAX_OPEN_FILES = 64
 #: Rows whose marks are looked at together, and of which a call for each range costs nothing.
 _MARKED_ROWS, _MANY_ROWS = 2**24, 2**12
 #: How long the workers of a killed build may take to end.
 _PATIENCE_S = 2.0
-#: What a journal has for a row: it can be read; and it is on the disk.
-WRITTEN, KEPT = 1, 2
 #: In the source of a draft: the number of parts.
 NUM_PARTS = ".num_parts"
 _HIDDEN = partial(show_progress, hidden=True)
 _log = logging.getLogger(__name__)
-
-
-class InUseError(StoreError):
-    """Another process writes these rows."""
-
-
-class Journal:
-    """Which of some rows are on the disk. It is locked: no other process writes these rows."""
-
-    def __init__(
-        self, generation: Path, rows: range, part: int | None = None, patience_s: float = 0.0
-    ) -> None:
-        self.rows, self.part, self._generation = rows, part, generation
-        self.name = journal_name(part)
-        with closing(OpenFiles(generation, is_own=True)) as files:
-            self._file = os.dup(files.open(self.name, os.O_CREAT))
-        try:
-            if not _lock(self._file, patience_s):
-                raise InUseError("a process that began it is still alive")
-            num_bytes = os.fstat(self._file).st_size
-            if num_bytes not in (0, len(rows)):
-                raise StoreError(f"{self.name} has {num_bytes} bytes, expected {len(rows)}")
-            os.truncate(self._file, len(rows))
-            # What a killed process has written is not known to be on the disk.
-            for some in self._where(WRITTEN) if num_bytes else ():
-                self.mark(some, 0)
-        except BaseException:
-            self.close()
-            raise
-
-    def mark(self, rows: RowNumbers, what: int) -> None:
-        """Note that rows are written, or on the disk."""
-        marks = np.full((len(rows), 1), what, np.uint8)
-        if isinstance(rows, range):
-            write_all(self._file, marks.data.cast("B"), rows.start - self.rows.start)
-        else:
-            write_rows(self._file, rows - self.rows.start, marks)
-
-    def sync(self) -> None:
-        """Bring the marks to the disk."""
-        os.fsync(self._file)
-
-    def missing(self) -> Iterator[range]:
-        """The rows that are still to be written, in ranges."""
-        return self._where(0)
-
-    def _where(self, what: int) -> Iterator[range]:
-        """The rows for which it has this, in ranges."""
-        for first in range(0, len(self.rows), _MARKED_ROWS):
-            some = self.rows[first : first + _MARKED_ROWS]
-            is_other = _marks(self._generation, self.name, first, len(some)) != what
-            edges = np.flatnonzero(np.diff(is_other, prepend=True, append=True)).tolist()
-            yield from (some[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True))
-
-    @property
-    def num_done(self) -> int:
-        """How many of its rows are written."""
-        return len(self.rows) - sum(map(len, self.missing()))
-
-    def close(self) -> None:
-        """Close it. The lock is free once no worker shares it. A second call does nothing."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-
-def journal_name(part: int | None) -> str:
-    """The name of a journal. No file of a column has such a name."""
-    return JOURNAL if part is None else f"{JOURNAL}-{part}{TEMPORARY}"
-
-
-def _marks(generation: Path, name: str, first: int, count: int) -> NDArray[np.uint8]:
-    """The marks of some rows. Opened again, a file of the network has what others have written."""
-    with closing(OpenFiles(generation, is_own=True)) as files:
-        return read_exactly(files.open(name), first, count)
-
-
-def _lock(descriptor: int, patience_s: float) -> bool:
-    """Lock a journal, once no process has it, and share the lock with the workers to come.
-
-    Between the two it is free for a moment: the lock of the store must be held.
-    """
-    deadline = monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if monotonic() > deadline:
-                return False
-            sleep(0.02)
 
 
 class RowWriter:
@@ -178,8 +89,8 @@ class RowWriter:
 
     def write(self, rows: RowNumbers, values: Iterable[Values]) -> None:
         """Write rows in any order."""
-        for column, each in zip(self._columns, values, strict=True):
-            column.write(self.files, rows, each)
+        for column, column_values in zip(self._columns, values, strict=True):
+            column.write(self.files, rows, column_values)
 
     def close(self) -> None:
         """Close the files. A second call does nothing."""
@@ -190,8 +101,11 @@ class RowWriter:
 
 
 class Building:
-    """A store that is being written, by `begin`. As a context, it says what to do about an error,
-    and removes what is not to be kept."""
+    """A store that is being written, made by `begin`.
+
+    Use it as a context manager: it tells the user what to do about an error, and removes files that
+    no later build can use.
+    """
 
     def __init__(
         self,
@@ -202,10 +116,14 @@ class Building:
         *,
         is_kept: bool = True,
     ) -> None:
-        self.store, self.path, self.journal = store, path, journal
+        self.store = store
+        self.path = path
+        self.journal = journal
         self.draft = replace(draft, generation=path.name)
-        self._written, self._syncing = deque[RowNumbers](), Lock()
-        self._is_kept, self.is_committed = is_kept, False
+        self._written = deque[RowNumbers]()
+        self._syncing = Lock()
+        self._is_kept = is_kept
+        self.is_committed = False
 
     @classmethod
     def begin(
@@ -217,15 +135,15 @@ class Building:
         part: tuple[int, int] | None = None,
         row_bytes: float = 0.0,
     ) -> "Building":
-        """Make the files of a build, or go on with those of an interrupted build of the same.
+        """Create the files of a build, or resume an interrupted build of the same draft.
 
-        The lock of the store must be held: until it is finished, or for a part for this call alone.
-        One that is not to be resumed is not kept where it fails.
+        The lock of the store must be held until the build is finished, or for a part during this
+        call. Without ``resume``, the files are removed if the build fails.
         """
-        directory, key = StoreDirectory(store), KEY if part is None else PARTS
-        index, rows = (None, range(draft.num_rows))
-        if part is not None:
-            index, rows = part[0], rows_of_part(*part, draft.num_rows)
+        directory = StoreDirectory(store)
+        key = KEY if part is None else PARTS
+        index = None if part is None else part[0]
+        rows = range(draft.num_rows) if part is None else rows_of_part(*part, draft.num_rows)
         for path in directory.unfinished(key) if resume else ():
             try:
                 _check_same(read_draft(path, key), draft)
@@ -238,17 +156,21 @@ class Building:
                 if isinstance(error, InUseError):
                     raise StoreError(
                         f"part {index} of {part[1]} of the store at {store} is being written by"
-                        " another process: give each process a part of its own"
+                        " another process: use another part for each process"
                     ) from None
                 raise StoreError(
                     f"the parts of the store at {store} that were written before are of another"
-                    f" build: {error}. Give all parts the same dataset and options, or remove"
-                    f" {path} to start again. With a fingerprint=... that was given from the"
-                    " first part on, the code of the dataset may change"
+                    f" build: {error}. Use the same dataset and options for all parts, or remove"
+                    f" {path} to start again. If all parts set the same fingerprint=..., the code"
+                    " of the dataset may change"
                 ) from error
             if part is None and (num_done := journal.num_done):
-                num_rows, text = f"{len(rows):,}", "resuming: %s of %s rows were written before"
-                _log.warning(f"{text}; to start again, remove %s", f"{num_done:,}", num_rows, path)
+                _log.warning(
+                    "resuming: %s of %s rows were written before; to start again, remove %s",
+                    f"{num_done:,}",
+                    f"{len(rows):,}",
+                    path,
+                )
             return cls(store, draft, path, journal)
         if part is None:
             directory.discard()
@@ -273,41 +195,44 @@ class Building:
         return self.journal is not None and self.journal.part is not None
 
     def missing(self) -> list[range]:
-        """The rows that are still to be written, in ranges: of a part, those of the part."""
+        """Return the ranges of rows that are still to be written, in this part if it is one."""
         assert self.journal is not None
         return list(self.journal.missing())
 
     def wrote(self, rows: RowNumbers) -> None:
-        """Note rows that were written, by whichever process. `sync` brings them to the disk."""
+        """Mark rows that any process has written. `sync` writes them to the disk."""
         assert self.journal is not None
         self.journal.mark(rows, WRITTEN)
         self._written.append(rows)
 
     def sync(self) -> None:
-        """Bring what was written to the disk, and mark it in the journal."""
+        """Sync all written rows to the disk, and mark them in the journal."""
         with self._syncing:
             if self.is_committed:
                 return
-            # If this fails they are never marked: when asked again, the file system may no longer
-            # report the failure. Others may be written meanwhile.
+            # If this fails they are never marked: a second fsync may not report the failure. More
+            # rows may be written during the sync.
             rows = [self._written.popleft() for _ in range(len(self._written))]
             # A disk can take several files at once.
             with threads(_NUM_SYNCS) as pool:
                 list(pool.map(_sync, [*self.path.iterdir(), self.path]))
             if self.journal is not None and rows:
-                few = [np.asarray(some) for some in rows if len(some) < _MANY_ROWS]
-                many = [some for some in rows if len(some) >= _MANY_ROWS]
-                # Together, few rows are long ranges, each of which is one call.
-                for some in [*many, *([np.concatenate(few)] if few else [])]:
-                    self.journal.mark(some, KEPT)
+                short = [np.asarray(block) for block in rows if len(block) < _MANY_ROWS]
+                blocks = [block for block in rows if len(block) >= _MANY_ROWS]
+                # Short blocks are marked together, because one call marks a contiguous range.
+                if short:
+                    blocks.append(np.concatenate(short))
+                for block in blocks:
+                    self.journal.mark(block, KEPT)
                 self.journal.sync()
 
     def finish(self, *, num_threads: int = 2, show: ShowProgress = _HIDDEN, **changes: Any) -> None:
-        """Make this the store, once all rows are written. The lock must be held.
+        """Commit the store, once all rows are written. The lock must be held.
 
-        Threads compute checksums. ``changes`` are those of the manifest from its draft.
+        ``num_threads`` compute checksums. ``changes`` are values of the manifest that differ from
+        the draft.
         """
-        # What was written last is brought to the disk while it is read.
+        # The last rows are synced while they are read.
         with threads(1) as thread:
             syncing = thread.submit(self.sync)
             columns = tuple(column.finish(self.path) for column in self.draft.columns)
@@ -328,7 +253,7 @@ class Building:
                 names = [field.name for field in manifest.schema.fields]
                 raise random_dataset_error(row, names)
         source = {
-            # What begins with a dot was for the next build alone.
+            # Keys that begin with a dot only served to match an interrupted build.
             **{key: text for key, text in manifest.source.items() if key[0] != "."},
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "lightning_memmap": _own_version(),
@@ -336,7 +261,7 @@ class Building:
             "torch": str(torch.__version__),
         }
         probes = tuple((row, digest(row)) for row in probe_rows(manifest.num_rows))
-        with self._syncing:  # A thread that brings files to the disk finds all of them, or none.
+        with self._syncing:  # A thread that syncs files finds all of them, or none.
             StoreDirectory(self.store).commit(
                 replace(manifest, checksums=checksums, probes=probes, source=source)
             )
@@ -354,26 +279,26 @@ class Building:
         self._is_kept &= not isinstance(error, RandomDatasetError)
         if not (self._is_kept or self.is_committed):
             part = None if self.journal is None else self.journal.part
-            with suppress(OSError):  # Then nobody goes on with it.
+            with suppress(OSError):  # Without this file, no build resumes it.
                 (self.path / (KEY if part is None else journal_name(part))).unlink()
             if part is None:  # A part holds no lock. The store stays: a disk may fail after that.
                 StoreDirectory(self.store).clear()
-        then = "the same call then goes on" if self._is_kept else "nothing was changed"
+        then = "the same call then resumes" if self._is_kept else "nothing was changed"
         is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         is_ours = isinstance(error, OSError) and error.filename == str(self.store)
         if isinstance(error, OSError) and not is_ours and (is_full or error.filename is None):
             raise OSError(
                 error.errno,
-                f"{error.strerror or error}: rows cannot be written. Make room, or raise the limit"
-                f" that is in the way; {then}",
+                f"{error.strerror or error}: rows cannot be written. Free disk space, or raise the"
+                f" limit; {then}",
                 str(self.store),
             ) from error
         if isinstance(error, MemoryError):
-            raise StoreError(f"{self.store}: memory is too short for its build; {then}") from error
+            raise StoreError(f"{self.store}: out of memory during its build; {then}") from error
 
 
 def _sync(path: Path) -> None:
-    """Bring a file to the disk. Other parts remove temporary ones of their own meanwhile."""
+    """Sync a file to the disk. Temporary files of other parts may have been removed."""
     try:
         sync_path(path)
     except FileNotFoundError:
@@ -389,36 +314,39 @@ def _own_version() -> str:
 
 
 def rows_of_part(index: int, num_parts: int, num_rows: int) -> range:
-    """The rows of a part."""
+    """Return the rows of a part."""
     return range(index * num_rows // num_parts, (index + 1) * num_rows // num_parts)
 
 
 def read_draft(generation: Path, key: str) -> Manifest:
-    """Read what is built in a directory of this user."""
+    """Read the draft of a build in a directory of this user."""
     with closing(OpenFiles(generation, is_own=True)) as files:
         size = os.fstat(file := files.open(key)).st_size
         data = read_exactly(file, 0, min(size, MAX_MANIFEST_BYTES + 1))
-    found = Manifest.decode(data.tobytes(), f"{generation}, not finished,")
-    return replace(found, items={}, generation=generation.name)
+    draft = Manifest.decode(data.tobytes(), f"{generation}, not finished,")
+    return replace(draft, items={}, generation=generation.name)
 
 
 def unfinished_build(store: Path) -> str | None:
-    """How much of an unfinished build is on the disk, and how it goes on; None without one."""
-    found = {each: key for key in (PARTS, KEY) for each in StoreDirectory(store).unfinished(key)}
-    for generation, key in found.items():
+    """Describe an unfinished build: how many rows are on the disk, and how to resume it."""
+    directory = StoreDirectory(store)
+    keys = {generation: key for key in (PARTS, KEY) for generation in directory.unfinished(key)}
+    for generation, key in keys.items():
         with suppress(OSError, ValueError, StoreError):  # It is another user's, or damaged.
-            draft, num_done = read_draft(generation, key), 0
+            draft = read_draft(generation, key)
+            num_done = 0
             if not (journals := [*generation.glob(f"{JOURNAL}*")]):
-                continue  # An unfinished pull has none.
+                continue  # An unfinished pull doesn't have a journal.
             for journal in journals:
                 count = min(journal.stat().st_size, draft.num_rows)
-                num_done += np.count_nonzero(_marks(generation, journal.name, 0, count) == KEPT)
-            there = f"{num_done:,} of {draft.num_rows:,} rows are there: its build"
+                num_done += np.count_nonzero(read_marks(generation, journal.name, 0, count) == KEPT)
+            progress = f"{num_done:,} of {draft.num_rows:,} rows are there: its build"
             if key == KEY:
-                return f"{there} is not finished, and goes on with them when it is run again"
+                return f"{progress} is not finished; run it again to resume"
+            num_parts = int(draft.source.get(NUM_PARTS, 1))
             return (
-                f"{there} in {int(draft.source.get(NUM_PARTS, 1))} parts is not finished: once all"
-                f" are written, run `lightning-memmap store build {store} --finish`"
+                f"{progress} in {num_parts} parts is not finished: once all are written, run"
+                f" `lightning-memmap store build {store} --finish`"
             )
     return None
 
@@ -426,10 +354,10 @@ def unfinished_build(store: Path) -> str | None:
 def allocate_files(
     directory: Path, columns: Sequence[Column], store: Path, rows_bytes: float = 0.0
 ) -> None:
-    """Make the files of columns and claim their space: a full disk is an error now, not late.
+    """Create the files of columns and allocate their space, so that a full disk is an error now.
 
-    ``rows_bytes`` are those of all rows, as far as is known. Where some differ in length, these
-    will need twice their share, until they are joined.
+    ``rows_bytes`` is an estimate for all rows. Rows that differ in length need twice their size
+    until they are joined.
     """
     files = {name: size for column in columns for name, size in column.file_bytes.items()}
     fixed = [column for column in columns if not column.field.num_variable]
@@ -446,14 +374,14 @@ def allocate_files(
     except BaseException as error:
         shutil.rmtree(directory, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            likely = f", judging by the rows that were read first: twice {variable_bytes} of them"
-            likely += " for rows that differ in length, until these are joined"
+            estimate = f", estimated from the first rows, with twice the {variable_bytes} bytes of"
+            estimate += " rows that differ in length, until these are joined"
             raise OSError(
                 error.errno,
                 f"{error.strerror}: the store needs {needed} bytes"
-                f"{likely if variable_bytes else ''}, and up to {max(files.values(), default=0)} in"
-                f" one file; {free} are free, of which {_ROOM_BYTES} must stay free: make room,"
-                " choose a directory on a larger disk, or raise the limit (`ulimit -f`)",
+                f"{estimate if variable_bytes else ''}, up to {max(files.values(), default=0)} of"
+                f" them in one file; {free} are free, and {_ROOM_BYTES} must stay free. Free disk"
+                " space, choose a directory on a larger disk, or raise the limit (`ulimit -f`)",
                 str(store),
             ) from error
         raise
@@ -463,29 +391,29 @@ def _check_own_files(path: Path, draft: Manifest) -> None:
     """Check that the files of an unfinished build are plain ones of this user."""
     with closing(OpenFiles(path, _MAX_OPEN_FILES, is_own=True)) as files:
         for name, num_bytes in draft.file_bytes.items():
-            if (found := os.fstat(files.open(name)).st_size) != num_bytes:
-                raise StoreError(f"{name} has {found} bytes, expected {num_bytes}")
+            if (size := os.fstat(files.open(name)).st_size) != num_bytes:
+                raise StoreError(f"{name} has {size} bytes, expected {num_bytes}")
 
 
-def _check_same(found: Manifest, draft: Manifest) -> None:
-    """Check that what was begun is what is to be built. The message is the difference in words."""
-    identity = found.fingerprint or Fingerprint({})
+def _check_same(begun: Manifest, draft: Manifest) -> None:
+    """Check that an interrupted build has the same draft. The message says what differs."""
+    identity = begun.fingerprint or Fingerprint({})
     changed = identity.difference(draft.fingerprint or Fingerprint({}))
     if changed is not None:
         raise StoreError(f"since then, {changed}")
-    one, other = ({**_facts_of(each), **each.source} for each in (found, draft))
-    for name in sorted({*one, *other} - {"dataset"}):
-        if one.get(name) != other.get(name):
-            named = name.removeprefix(".")
-            old, new = (str(each.get(name))[:99] for each in (one, other))
-            raise StoreError(f"it has {named}={old}, and this one {named}={new}")
+    old_facts, new_facts = ({**_facts_of(m), **m.source} for m in (begun, draft))
+    for name in sorted({*old_facts, *new_facts} - {"dataset"}):
+        if old_facts.get(name) != new_facts.get(name):
+            label = name.removeprefix(".")
+            old, new = (str(facts.get(name))[:99] for facts in (old_facts, new_facts))
+            raise StoreError(f"it has {label}={old}, and this one {label}={new}")
 
 
 def _facts_of(manifest: Manifest) -> dict[str, Any]:
     return {
         "num_rows": manifest.num_rows,
         "num_shards": manifest.num_shards,
-        **{f"field {each.name!r}": str(each) for each in manifest.schema.fields},
+        **{f"field {field.name!r}": str(field) for field in manifest.schema.fields},
         "structure": manifest.structure,
         "probes": tuple(manifest.probes),
         "classes": manifest.classes,

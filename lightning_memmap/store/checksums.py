@@ -95,10 +95,9 @@ class ColumnChunks:
 
     def differing(self, checksums: bytes) -> list[Chunk]:
         """Return the chunks whose checksums differ from those of the manifest."""
-        expected, computed = (
-            np.frombuffer(sums, np.uint64) for sums in (self._checksums, checksums)
-        )
-        is_wrong, chunks = expected != computed, list[Chunk]()
+        expected = np.frombuffer(self._checksums, np.uint64)
+        is_wrong = expected != np.frombuffer(checksums, np.uint64)
+        chunks = list[Chunk]()
         for file in self._files:
             for index in np.flatnonzero(is_wrong[file.first :][: len(file.edges) - 1]).tolist():
                 # Empty shards start at the same byte: the last one has the chunk.
@@ -156,7 +155,8 @@ def compute_checksums(
     advance: Callable[[int], None],
 ) -> dict[str, bytes]:
     """Read all files of a store and hash each chunk, by field."""
-    chunk_bytes, sums = chunk_bytes_for(columns), dict[str, bytes]()
+    chunk_bytes = chunk_bytes_for(columns)
+    sums = dict[str, bytes]()
     with threads(num_threads) as pool:
         for column in columns:
             # Not through the mapping: a read error here is an OSError, there it is a SIGBUS.
@@ -182,7 +182,8 @@ def compute_checksums(
 
 def _hash_chunks(file: int, advance: Callable[[int], None], edges: Integers) -> bytes:
     """Hash chunks that follow one another in a file."""
-    hashes, num_read = list[bytes](), 0
+    hashes = list[bytes]()
+    num_read = 0
     memory = memoryview(bytearray(_READ_BYTES))
     for start, stop in pairwise(edges.tolist()):
         digest = xxhash.xxh3_64()

@@ -1,12 +1,12 @@
-"""Columns: how each field of a store is kept in files.
+"""Columns: the files of each field of a store.
 
-Where all rows have one shape, ``FIELD.memmap`` has each at a multiple of its size, shard after
-shard. Where they differ in length, ``FIELD.values`` has the items of all rows, one row after the
-other and without padding, and ``FIELD.index`` an int64 for each row: where it ends, counted in
-items from the start of the values. Where several dimensions differ, their sizes follow it.
+If all rows have one shape, ``FIELD.memmap`` has the rows of shard 0, then the rows of shard 1, and
+so on. If rows differ in length, ``FIELD.values`` has the items of all rows, concatenated without
+padding, and ``FIELD.index`` an int64 for each row: the item at which it ends. If several dimensions
+differ, their sizes follow it.
 
-While a ragged column grows, each writer appends its rows to a file of its own, and a file of fixed
-size says where each row is; `RaggedColumn.finish` lays them together.
+During a build, each writer of a ragged column appends its rows to a separate file, and a file of
+fixed size has the location of each row. `RaggedColumn.finish` concatenates them.
 """
 
 import math
@@ -51,9 +51,9 @@ _JOIN_BYTES = 32 * 2**20
 
 @dataclass(frozen=True)
 class _Column(ABC):
-    """How one field of one store is kept in files: a frozen value that keeps nothing open.
+    """The files of one field of one store: a frozen value that opens nothing.
 
-    A column is made when a build begins, and `finish` makes the one that the manifest records.
+    A build begins with one column, and `finish` returns the column that the manifest records.
     """
 
     field: Field
@@ -62,30 +62,32 @@ class _Column(ABC):
     @property
     @abstractmethod
     def bounds(self) -> Mapping[str, Integers]:
-        """By file, the byte at which each shard begins and the last one ends, int64 of shape (C +
-        1,)."""
+        """The bytes at which shards start, and the size, of each file, int64 of shape (C + 1,)."""
 
     @property
     def file_bytes(self) -> Mapping[str, int]:
-        """The size of each file by its name. There is no file for a field without bytes."""
+        """The size of each file by its name. A field without bytes doesn't have a file."""
         return {name: int(bounds[-1]) for name, bounds in self.bounds.items() if bounds[-1]}
 
     @property
     def shard_bytes(self) -> Integers:
-        """Bytes of the rows of each shard where they are resident, int64 of shape (C,)."""
+        """Bytes of the resident rows of each shard, int64 of shape (C,)."""
         return self.shards.sizes * self.field.item_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all rows where they are resident."""
+        """Bytes of all resident rows."""
         return int(self.shard_bytes.sum())
 
     def mean_bytes(self, num_rows: int) -> int:
-        """Bytes of so many rows on average, rounded up."""
+        """Return the average bytes of ``num_rows`` rows, rounded up."""
         return -(-self.num_bytes * num_rows // self.shards.num_rows)
 
     def edge_bytes(self, shard: int) -> Sequence[tuple[str, int, bytes]]:
-        """Bytes outside of a shard that its rows are found by: file, first byte, and the bytes."""
+        """Return index entries of the preceding shard that are needed to locate the first row.
+
+        Each is a file, the first byte in it, and the bytes.
+        """
         return ()
 
 
@@ -103,7 +105,7 @@ class FixedColumn(_Column):
 
     @property
     def rows_name(self) -> str:
-        """The file in which rows, or their items, lie as they are in memory."""
+        """The file of the rows, as they are in memory."""
         # Field names contain no path separators: see `schema.fields`.
         return f"{self.field.name}.memmap"
 
@@ -139,7 +141,7 @@ class FixedColumn(_Column):
             write_all(file, part.view(np.uint8).data, location * size)
 
     def finish(self, directory: Path) -> "FixedColumn":
-        """The column once all rows are written, and are in the order in which they are kept."""
+        """Return the column of the finished store."""
         return self
 
     def open(self, directory: Path) -> MappedRows:
@@ -167,16 +169,16 @@ class RaggedColumn(_Column):
 
     @property
     def rows_name(self) -> str:
-        """The file in which the items lie as they are in memory."""
+        """The file of the items, as they are in memory."""
         return f"{self.field.name}.values"
 
     @property
     def places_name(self) -> str:
-        """While it grows, the file that says in which piece each row is."""
+        """During a build, the file with the location of each row: writer, offset and sizes."""
         return f"{self.field.name}.at{TEMPORARY}"
 
     def piece_name(self, piece: int) -> str:
-        """While it grows, the file of one writer."""
+        """Return the file of one writer during a build."""
         return f"{self.field.name}.{piece:016x}{TEMPORARY}"
 
     @property
@@ -208,7 +210,7 @@ class RaggedColumn(_Column):
         return [(self.index_name, (first - 1) * 8 * self._index_width, end.tobytes())]
 
     def write(self, files: OpenFiles, rows: range | Integers, values: Values) -> None:
-        """Write rows in any order: those written last are the ones that are found."""
+        """Write rows in any order. If a row is written twice, the last one counts."""
         if not len(rows):
             return
         assert values.sizes is not None
@@ -217,7 +219,7 @@ class RaggedColumn(_Column):
         data = items.as_strided((items.numel(),), (1,)).view(torch.uint8).numpy()
         _check_sizes(self.field, values.sizes)
         file = files.open(self.piece_name(files.number), os.O_CREAT)
-        # At its end: rows were written there before, perhaps part of one.
+        # Append: the file may end with an incomplete row.
         begin = os.fstat(file).st_size
         write_all(file, data.data, begin)
         num_bytes = values.sizes.prod(axis=1) * self.field.item_bytes
@@ -232,7 +234,7 @@ class RaggedColumn(_Column):
         )
 
     def finish(self, directory: Path) -> "RaggedColumn":
-        """Lay the rows together once all are written. After a kill it is done again."""
+        """Concatenate the rows once all are written. Repeat it after a kill."""
         bounds = _row_bounds(self.shards)
         edges = np.zeros(len(bounds), np.int64)
         end = num_bytes = 0
@@ -254,7 +256,7 @@ class RaggedColumn(_Column):
         return replace(self, shard_items=tuple(np.diff(edges).tolist()))
 
     def _places(self, files: OpenFiles) -> Iterator[tuple[int, Integers]]:
-        """Where all rows are in the pieces, in the order of the file, some rows at a time."""
+        """Yield the first row and the records of blocks of rows, in file order."""
         width = 2 + self.field.num_variable
         file = files.open(self.places_name)
         for first in range(0, self.shards.num_rows, LOCATED_ROWS):
@@ -263,7 +265,7 @@ class RaggedColumn(_Column):
             yield first, data.view(np.int64).reshape(count, width)
 
     def joined(self, directory: Path, places: Integers) -> Iterator[NDArray[np.uint8]]:
-        """The bytes of some rows in their order."""
+        """Yield the bytes of rows, concatenated."""
         pieces: dict[int, NDArray[np.uint8]] = {}
         ends = np.cumsum(places[:, 2:].prod(axis=1)) * self.field.item_bytes
         first, begin = 0, 0
@@ -301,7 +303,7 @@ Column = FixedColumn | RaggedColumn
 
 
 def _row_bounds(shards: Shards) -> Integers:
-    """Where each shard begins and the last one ends, in rows."""
+    """Return the rows at which shards start, and the number of rows, int64 of shape (C + 1,)."""
     return np.append(shards.starts, shards.num_rows)
 
 
@@ -310,7 +312,7 @@ ShardItems = list[Annotated[int, msgspec.Meta(ge=0, le=_MAX_FILE_BYTES)]]
 
 
 def shard_items(columns: Sequence[Column]) -> dict[str, ShardItems]:
-    """What the manifest must say of columns, by field name."""
+    """Return the items of each shard, by field name, for the manifest."""
     return {
         column.field.name: list(column.shard_items or (0,) * column.shards.num_shards)
         for column in columns

@@ -4,10 +4,10 @@
       manifest.json            replaced by os.replace: the only commit
       g-3f9c2a.../image.memmap the files of one build, never written again
       g-77d010.../build.json   a build that is under way, or was interrupted, in its own generation
-      .lock                    held by whoever changes any of this
+      .lock                    held by a process that changes any of this
 
-Whoever has read a manifest finds exactly its files, or none: then the store was replaced. Other
-users may have put something there. No link is followed, and what is not ours is left as it is.
+A process that has read a manifest finds exactly its files, or none if the store was replaced. Other
+users may have put files there. No link is followed, and files of others stay as they are.
 """
 
 import fcntl
@@ -40,10 +40,12 @@ from lightning_memmap.store.manifest import (
     OtherVersionError,
 )
 
-#: What an unfinished build is of, in its generation: that of one process, and that of parts.
-KEY, PARTS = "build.json", "parts.json"
+#: The draft of an unfinished build, in its generation.
+KEY = "build.json"
+#: The draft of an unfinished build in parts.
+PARTS = "parts.json"
 JOURNAL = "journal"
-#: What a build shares with those who read its rows meanwhile, in its generation.
+#: The file that a build shares with processes that read its rows, in its generation.
 SERVING = "serving"
 _LOCK = ".lock"
 _UNFINISHED_MANIFEST = MANIFEST + TEMPORARY
@@ -54,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 
 def is_store(directory: Path) -> bool:
-    """Whether a directory has a manifest, as every store has, whole or damaged."""
+    """Return whether a directory has a manifest, which may be damaged."""
     try:
         os.lstat(directory / MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
@@ -68,9 +70,9 @@ def is_store(directory: Path) -> bool:
 
 
 def stores_within(directory: Path) -> list[str]:
-    """The names of the stores that lie in a directory, in order."""
-    found = sorted(child.name for child in directory.iterdir()) if directory.is_dir() else []
-    return [name for name in found if not name.startswith(".") and is_store(directory / name)]
+    """Return the sorted names of the stores in a directory."""
+    names = sorted(child.name for child in directory.iterdir()) if directory.is_dir() else []
+    return [name for name in names if not name.startswith(".") and is_store(directory / name)]
 
 
 def check_free(directory: Path, argument: str) -> None:
@@ -96,7 +98,7 @@ def check_free(directory: Path, argument: str) -> None:
 
 
 def _check_ours(directory: Path, argument: str) -> None:
-    """Check that the manifest in a directory is that of a store: others use the name, too."""
+    """Check that the manifest in a directory is a store's: other software uses the name, too."""
     if any(GENERATION.fullmatch(name) for name in os.listdir(directory)):
         return  # A damaged manifest may be replaced.
     path = directory / MANIFEST
@@ -117,7 +119,7 @@ class StoreDirectory:
     path: Path
 
     def files(self, manifest: Manifest) -> Path:
-        """The generation that a manifest points at."""
+        """Return the directory of the generation that a manifest names."""
         return self.path / manifest.generation
 
     @property
@@ -129,7 +131,7 @@ class StoreDirectory:
 
     @contextmanager
     def locked(self, *, wait: bool = True) -> Iterator[None]:
-        """Hold the lock for changes; what nobody names is removed first."""
+        """Hold the lock for changes. Unused files are removed first."""
         path = self.path / _LOCK
         with ExitStack() as stack:
             try:
@@ -163,7 +165,7 @@ class StoreDirectory:
     def _open_lock(self, path: Path) -> int:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.mkdir(exist_ok=True)
-        # Of a file of another user, in a directory of all, the system may refuse O_CREAT.
+        # In a shared directory the system may reject O_CREAT for a file of another user.
         if os.path.lexists(path):
             return open_plain(path, os.O_RDWR)
         mode = 0o600 | os.stat(self.path).st_mode & 0o066
@@ -179,20 +181,22 @@ class StoreDirectory:
         return path
 
     def unfinished(self, key: str) -> list[Path]:
-        """The generations of unfinished builds that are ours. The store's own may have a key too,
-        if the process that committed it was killed."""
+        """Return the generations of unfinished builds of this user.
+
+        The current generation may have a key too, if the process that committed it was killed.
+        """
         try:
-            found = [path for path in self._generations() if is_there(path / key)]
+            generations = [path for path in self._generations() if is_there(path / key)]
         except OSError as error:
             raise StoreError(
                 f"{self.path} cannot be listed, so that unfinished builds in it are not found:"
                 f" {error}: see that its disk works, that you have the right to read it, and that"
                 " the process may open more files (`ulimit -n`)"
             ) from error
-        with suppress(MemmapError):  # There is no store, or none that can be read.
-            current = Manifest.read(self.path).generation if found else ""
-            return [path for path in found if path.name != current]
-        return found
+        with suppress(MemmapError):  # There isn't a store yet, or it cannot be read.
+            current = Manifest.read(self.path).generation if generations else ""
+            return [path for path in generations if path.name != current]
+        return generations
 
     def discard(self) -> None:
         """Remove the generations of unfinished builds, if they are ours. The lock must be held."""
@@ -209,14 +213,16 @@ class StoreDirectory:
         self.clear()
 
     def clear(self) -> None:
-        """Remove what nobody needs. The lock must be held. What cannot be listed now stays until
-        the next change."""
+        """Remove unused files. The lock must be held.
+
+        If the directory cannot be listed now, they stay until the next change.
+        """
         try:
-            left = list(self._left())
+            unused = list(self._left())
         except OSError as error:
             _log.warning("%s cannot be listed: old files stay in it: %s", self.path, error)
             return
-        for path in left:
+        for path in unused:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:
@@ -240,9 +246,8 @@ class StoreDirectory:
                 yield path
 
     def _generations(self) -> list[Path]:
-        """The generations that belong to this user, or to the owner of the directory, who could put
-        anything there."""
-        found = []
+        """Return the generations that belong to this user or to the owner of the directory."""
+        generations = []
         try:
             owners = (os.geteuid(), os.stat(self.path).st_uid)
             names = sorted(os.listdir(self.path))
@@ -252,8 +257,8 @@ class StoreDirectory:
             with suppress(FileNotFoundError):  # Another process has just removed it.
                 status = os.lstat(self.path / name)
                 if stat.S_ISDIR(status.st_mode) and status.st_uid in owners:
-                    found.append(self.path / name)
-        return found
+                    generations.append(self.path / name)
+        return generations
 
 
 def _release(*locks: int) -> None:
@@ -272,7 +277,7 @@ def remove_tree(path: Path) -> None:
 
 
 def unknown_files(directory: Path, manifest: Manifest) -> list[str]:
-    """List what lies in the directory of a store without being part of it, or of a build."""
+    """List the files in the directory of a store that belong neither to it nor to a build."""
     names = {name for name in os.listdir(directory) if not GENERATION.fullmatch(name)}
     inside = set(os.listdir(directory / manifest.generation)) - manifest.file_bytes.keys()
     names -= {MANIFEST, _LOCK}

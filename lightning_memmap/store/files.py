@@ -1,4 +1,4 @@
-"""Plain files: opened without following links, written, and brought to the disk."""
+"""Plain files: open them without following links, read, write and sync them."""
 
 import errno
 import os
@@ -45,7 +45,7 @@ def read_plain(path: Path, max_bytes: int) -> bytes:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a path leads to something. Other than ``lexists``, an error of the disk is raised."""
+    """Return whether a path exists. Unlike ``lexists``, this raises errors of the disk."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -94,7 +94,7 @@ def read_exactly(descriptor: int, offset: int, num_bytes: int) -> NDArray[np.uin
 
 
 def leaf_bytes(leaf: Tensor | NDArray[Any]) -> NDArray[np.uint8]:
-    """The bytes of a dense leaf on the CPU, in the byte order of this machine."""
+    """Return the bytes of a dense leaf on the CPU, in the byte order of this machine."""
     if isinstance(leaf, Tensor):
         # A single element counts as contiguous, whatever its stride is.
         flat = leaf.contiguous().as_strided((leaf.numel(),), (1,))
@@ -115,7 +115,7 @@ def write_rows(descriptor: int, locations: Integers, rows: NDArray[np.uint8]) ->
 
 
 def sync_path(path: Path) -> None:
-    """Bring a file, or the entries of a directory, to the disk."""
+    """Sync a file, or the entries of a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -152,7 +152,7 @@ class OpenFiles:
         return self._files[name]
 
     def sync(self) -> None:
-        """Bring the files that are open to the disk."""
+        """Sync the open files to the disk."""
         for descriptor in self._files.values():
             os.fsync(descriptor)
 
@@ -166,5 +166,5 @@ class OpenFiles:
 
 
 def replaced(path: Path) -> StoreError:
-    """The error where a file of an open store is gone: it lies in a directory that is replaced."""
-    return StoreError(f"{path} is gone: the store was replaced or removed meanwhile: open it again")
+    """Make the error for a missing file of an open store."""
+    return StoreError(f"{path} is gone: the store was replaced or removed. Open it again")

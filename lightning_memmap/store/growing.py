@@ -27,7 +27,6 @@ from typing_extensions import Self, override
 from lightning_memmap.errors import StoreError, split_in_errors
 from lightning_memmap.sampling.rows import Integers, starts_of
 from lightning_memmap.schema.schema import Schema
-from lightning_memmap.store.build import Asked, check_length
 from lightning_memmap.store.building import Building, read_draft
 from lightning_memmap.store.columns import RaggedColumn
 from lightning_memmap.store.directory import (
@@ -42,6 +41,7 @@ from lightning_memmap.store.files import TEMPORARY, is_there
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ItemRows, Located, MappedRows, RaggedRows
+from lightning_memmap.store.request import BuildRequest, check_length
 from lightning_memmap.store.samples import Probes, RandomDatasetError, ReadAhead, read_probes
 from lightning_memmap.store.sources.column import as_range
 from lightning_memmap.store.sources.source import is_read_by_item, source_of, telling_samples
@@ -286,7 +286,7 @@ class BackgroundBuild:
     """
 
     def __init__(
-        self, asked: Mapping[str, Asked], num_workers: int, plan: Plan, step_rows: int
+        self, asked: Mapping[str, BuildRequest], num_workers: int, plan: Plan, step_rows: int
     ) -> None:
         self._step_rows = step_rows
         self._builds = dict[str, _Build]()

@@ -62,7 +62,7 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, dataset: Any, given: str | None = None) -> "Fingerprint":
-        """Take the identity of a dataset, which has a length or is iterated over."""
+        """Compute the identity of a map-style dataset or a stream."""
         reader = _Reader()
         if not is_stream(dataset):
             reader.parts["the length"] = str(len(dataset))
@@ -70,7 +70,7 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(reader.parts, given)
 
     def difference(self, other: "Fingerprint") -> str | None:
-        """Say in words what changed up to a later identity: at most three parts by their name."""
+        """Name up to three parts that differ from a later identity; None if there are none."""
         if other.given is not None:
             if self.given == other.given:
                 return None
@@ -92,16 +92,16 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{', '.join(changed[:3])}{more} changed"
 
 
-def check_given(given: str | None, name: str = "fingerprint") -> None:
-    """Check what a user gives as a fingerprint, or as another argument of this name."""
+def check_fingerprint(given: str | None, name: str = "fingerprint") -> None:
+    """Check the fingerprint argument of a user."""
     if given is None:
         return
     if not isinstance(given, str):
-        raise TypeError(f"{name}={given!r}: give a string that changes whenever the rows do")
+        raise TypeError(f"{name}={given!r}: must be a string that changes whenever the rows do")
     if not 0 < len(given) <= MAX_TEXT_LENGTH:
         raise ValueError(
-            f"{name} has {len(given)} characters: give 1 to {MAX_TEXT_LENGTH}, such as a version"
-            " or a hash"
+            f"{name} has {len(given)} characters: must have 1 to {MAX_TEXT_LENGTH}, such as a"
+            " version or a hash"
         )
 
 
@@ -111,24 +111,24 @@ class _Reader:
     def __init__(self) -> None:
         self.parts: dict[str, str] = {}
         self._datasets: dict[int, Any] = {}
-        #: What is being described, kept alive, so that no other object gets the same id.
+        #: Objects that are being described, kept alive so that their ids stay unique.
         self._objects: dict[int, Any] = {}
         self._bytes_left = _MAX_HASHED_BYTES
 
     def read(self, dataset: Any, path: str = "") -> None:
-        """Add the parts of a dataset, which others hold as the attribute at a path."""
+        """Add the parts of a dataset. ``path`` names the attributes that lead to it."""
         self._datasets[id(dataset)] = dataset
         for name, value in islice(_parts_of(dataset).items(), _MAX_PARTS):
             within = {"": value}
             if isinstance(value, (list, tuple)) and 0 < len(value) <= 64:
-                within = {f".{index}": each for index, each in enumerate(value)}
-            if not all(isinstance(each, Dataset) for each in within.values()):
+                within = {f".{index}": item for index, item in enumerate(value)}
+            if not all(isinstance(item, Dataset) for item in within.values()):
                 self._add(f"{name} of {path}" if path else name, self._encode(value))
                 continue
             attribute = name.removeprefix("attribute ")
-            for suffix, each in within.items():
-                if id(each) not in self._datasets:
-                    self.read(each, f"{path}.{attribute}{suffix}".lstrip("."))
+            for suffix, item in within.items():
+                if id(item) not in self._datasets:
+                    self.read(item, f"{path}.{attribute}{suffix}".lstrip("."))
 
     def _add(self, name: str, text: str) -> None:
         name = name[: MAX_TEXT_LENGTH // 2]
@@ -146,7 +146,7 @@ class _Reader:
         return f"type {type(value).__qualname__}"  # Circular, or nested too deeply.
 
     def _describe(self, value: Any) -> Any:
-        """A value that MessagePack cannot hold, as one that it can."""
+        """Convert a value that MessagePack cannot encode to one that it can."""
         if isinstance(value, Tensor):
             shown = [str(value.dtype), list(value.shape)]
             if value.device.type == "cpu" and value.layout == torch.strided:
@@ -192,7 +192,7 @@ class _Reader:
 
 
 def _parts_of(value: Any) -> dict[str, Any]:
-    """What an object is: its class, what it holds, and the state of the files that it names."""
+    """Describe an object: its class, its attributes, and the state of the files that they name."""
     kind = type(value)
     # Without its module, whose name depends on whether the file is run or imported.
     parts: dict[str, Any] = {"the class": kind.__qualname__}
@@ -223,7 +223,7 @@ def _parts_of(value: Any) -> dict[str, Any]:
 
 
 def _pairs(value: Any) -> Any:
-    """A value in which dicts are pairs."""
+    """Replace the dicts of a value by lists of pairs."""
     if isinstance(value, dict):
         return [[key, _pairs(item)] for key, item in value.items()]
     if isinstance(value, (list, tuple)) and not set(map(type, value)) <= _PLAIN_TYPES:
@@ -245,7 +245,7 @@ def _package(kind: Any) -> str:
 
 @lru_cache(maxsize=1024)
 def _source(kind: type) -> str | None:
-    """The source text of a class, kept: to find it parses the whole file."""
+    """Return the source text of a class. It is cached, because finding it parses the file."""
     if _is_known(kind) or _package(kind) in _RELEASED:
         return None
     try:
@@ -255,7 +255,7 @@ def _source(kind: type) -> str | None:
 
 
 def _file_of(value: Any) -> list[Any] | None:
-    """An array of h5py by its name in its file, and the state of the file; else None."""
+    """Describe an array of h5py: its name, its file, and the state of the file; else None."""
     # False once its file is closed.
     if type(value).__module__.partition(".")[0] != "h5py" or not value:
         return None

@@ -46,11 +46,13 @@ MAX_SHARDS = 2**16
 MAX_MANIFEST_BYTES = 8 * 2**20
 #: The most shards of all fields together.
 _MAX_FIELD_SHARDS = 2**17
-_MAX_PROBES, _MAX_SOURCE = 64, 64
-_MAX_CLASSES, _MAX_CLASS_LETTERS = 2**15, 128
+_MAX_PROBES = 64
+_MAX_SOURCE = 64
+_MAX_CLASSES = 2**15
+_MAX_CLASS_LETTERS = 128
 #: The most rows where no field has a byte, since no file then bounds their number.
 _MAX_EMPTY_ROWS = 2**20
-#: What the directory of a generation is named.
+#: Names of generations.
 GENERATION = re.compile(r"g-[0-9a-f]{16}")
 _Sum = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 _Probe = tuple[Annotated[int, Meta(ge=0)], _Sum]
@@ -60,7 +62,7 @@ _DIGEST_BYTES = len(b'{"digest":"0123456789abcdef",')
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """What a store contains, as it lies in its file behind its digest."""
+    """The contents of a store. Its file begins with the digest of everything else."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -75,8 +77,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     fingerprint: Fingerprint | None = None
     classes: Annotated[tuple[_ClassName, ...], Meta(max_length=_MAX_CLASSES)] = ()
     structure: Node
-    #: Of each field whose rows differ in length, the items of each shard; none before all rows are
-    #: written.
+    #: The number of items in each shard, for fields whose rows differ in length. Empty in a draft.
     items: dict[str, ShardItems] = msgspec.field(name="columns", default_factory=dict)
 
     @cached_property
@@ -101,11 +102,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def has_default_shards(self) -> bool:
-        """Whether it has as many shards as a store of so many rows has by default."""
+        """Whether the number of shards is the default for the number of rows."""
         return self.num_shards == default_shards(self.num_rows)
 
     def shards_of(self, num_rows: int) -> int:
-        """The shards of so many of its rows or windows, as if they alone had been stored."""
+        """Return the number of shards for ``num_rows`` rows or windows of the store."""
         return default_shards(num_rows) if self.has_default_shards else self.num_shards
 
     @cached_property
@@ -150,7 +151,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return -(-self.num_bytes // self.num_rows)
 
     def shard_bytes(self, pool: Pool | None = None, num_data_devices: int = 1) -> Integers:
-        """Bytes of the rows of each shard: by their mean where it is not one of the store."""
+        """Return the bytes of each shard, int64 of shape (C,).
+
+        They are estimated by the mean row if the pool doesn't have the shards of the store.
+        """
         columns = self.columns
         if pool is not None and isinstance(pool.rows, WindowedRows):
             return _window_bytes(self, pool, num_data_devices)
@@ -170,7 +174,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @classmethod
     def draft(cls, num_rows: int, num_shards: int, schema: Schema, **more: Any) -> "Manifest":
-        """What a store is to contain that is not written yet, and that can be opened then."""
+        """Make the manifest of a store before its rows are written."""
         draft = cls(
             generation="g-" + "0" * 16,
             num_rows=num_rows,
@@ -258,11 +262,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             body = b"{" + data[_DIGEST_BYTES:]
             if sign(body) != data:
                 raise ValueError("its digest does not match its content")
-            found = msgspec.json.decode(body, type=cls, dec_hook=read_dtype)
+            manifest = msgspec.json.decode(body, type=cls, dec_hook=read_dtype)
         except (msgspec.DecodeError, RecursionError) as error:
             raise ValueError(f"{error or 'it is nested too deeply'}{_named(data, error)}") from None
-        found._check()
-        return found
+        manifest._check()
+        return manifest
 
     def _check(self) -> None:
         """Check what ties the values to each other."""
@@ -270,14 +274,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         names = [field.name for field in self.schema.fields]
         counts = {field.name: self.num_shards for field in self.schema.fields if field.num_variable}
         if {name: len(each) for name, each in self.items.items()} != counts:
-            raise ValueError("its columns are not those of its fields")
+            raise ValueError("its columns do not match its fields")
         if len(names) * self.num_shards > _MAX_FIELD_SHARDS:
             raise ValueError(
                 f"num_shards={self.num_shards}: fields times shards may be at most"
                 f" {_MAX_FIELD_SHARDS}, and there are {len(names)} fields: use fewer shards"
             )
         if {name: len(sums) for name, sums in self.checksums.items()} != self.checksum_bytes:
-            raise ValueError("its checksums are not those of its fields, one for each chunk")
+            raise ValueError("its checksums do not match its fields: one for each chunk")
         if any(row >= self.num_rows for row, _ in self.probes):
             raise ValueError(f"its probes are not among its {self.num_rows} rows")
         # Codes that control a terminal are not printable.
@@ -299,12 +303,12 @@ def sign(body: bytes) -> bytes:
 
 
 def _named(data: bytes, error: Exception) -> str:
-    """The value that an error is about, where the error names its key."""
-    found = re.search(r"`\$\.(\w+)", str(error))
-    if found is None:
+    """Return the value that an error is about, if the error names its key."""
+    match = re.search(r"`\$\.(\w+)", str(error))
+    if match is None:
         return ""
-    value = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get(found[1])
-    return "" if value is None else f", in {found[1]}={_shown(value)}"
+    value = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get(match[1])
+    return "" if value is None else f", in {match[1]}={_shown(value)}"
 
 
 def _shown(value: msgspec.Raw) -> str:
@@ -312,7 +316,7 @@ def _shown(value: msgspec.Raw) -> str:
 
 
 def _are_stored(pool: Pool, shards: Shards) -> bool:
-    """Whether the shards of a pool are those of the store."""
+    """Return whether a pool has the shards of the store."""
     return (
         pool.file_starts is not None
         and np.array_equal(pool.file_starts, shards.starts)
@@ -321,7 +325,7 @@ def _are_stored(pool: Pool, shards: Shards) -> bool:
 
 
 def _window_bytes(manifest: Manifest, pool: Pool, num_data_devices: int) -> Integers:
-    """Bytes that each shard takes of series that are cut into windows."""
+    """Return the bytes of each shard of windows over series, int64 of shape (C,)."""
     line = pool.rows
     assert isinstance(line, WindowedRows)
     step_bytes = series_bytes = 0
@@ -339,14 +343,15 @@ def _window_bytes(manifest: Manifest, pool: Pool, num_data_devices: int) -> Inte
 
     count = pool.num_shards
     if pool.is_striped:
-        # In dataset order all shards have windows of all series, and those of a device share them.
+        # In dataset order each shard has windows of all series, and the shards of a device share
+        # them.
         total = held_bytes(range(count)) * num_data_devices
         return np.full(count, -(-total // count), np.int64)
     return np.array([held_bytes([shard]) for shard in range(count)], np.int64)
 
 
 def check_num_shards(num_shards: int) -> int:
-    """Check a number of shards that a user gives."""
+    """Check the num_shards argument of a user."""
     num_shards = check_integer("num_shards", num_shards)
     if not 1 <= num_shards <= MAX_SHARDS:
         raise ValueError(f"num_shards={num_shards}: at least 1 is needed, and at most {MAX_SHARDS}")
@@ -358,7 +363,7 @@ class OtherVersionError(StoreError):
 
 
 def are_class_names(names: Sequence[Any]) -> bool:
-    """Whether names can be kept as those of classes: short texts that can be shown."""
+    """Return whether a manifest can hold these class names: short printable texts."""
     return len(names) <= _MAX_CLASSES and all(
         isinstance(name, str) and len(name) <= _MAX_CLASS_LETTERS and name.isprintable()
         for name in names

@@ -28,14 +28,14 @@ _log = logging.getLogger(__name__)
 def check_dataset(
     store: Store, dataset: Any, given: str | None = None, *, num_workers: int = 0
 ) -> None:
-    """Check that a dataset may be that of a store: by fingerprints, or else probe rows."""
+    """Check that a store may be of a dataset: compare fingerprints, or else probe rows."""
     if not is_stream(dataset):
         _check_length(store, len(dataset))
     stored = store.manifest.fingerprint
     if given is not None and stored is not None and stored.given is not None:
         if given != stored.given:
-            found = f"fingerprint={given!r}, and that of the store is {stored.given!r}"
-            raise _other_dataset(store, found)
+            difference = f"fingerprint={given!r}, and the store has {stored.given!r}"
+            raise _other_dataset(store, difference)
     elif is_stream(dataset):
         _check_first_rows(store, dataset)
     else:
@@ -81,7 +81,7 @@ def recognise(
 
 
 def _how_often(path: Path, given: str | None) -> str:
-    """How often all rows are compared, and what to do about it."""
+    """Say how often all rows are compared, and how to avoid it."""
     if not os.access(path, os.W_OK):
         return (
             "each time, since this process may not write there and record that they are equal:"
@@ -89,27 +89,27 @@ def _how_often(path: Path, given: str | None) -> str:
             " store train with this dataset once"
         )
     if given is None:
-        return "once; give a fingerprint of your own (fingerprint=, --fingerprint) to avoid that"
+        return "once; set your own fingerprint (fingerprint=, --fingerprint) to avoid that"
     return f"once; if they are equal, fingerprint={given!r} is recorded, and decides from then on"
 
 
 def _check_length(store: Store, num_rows: int) -> None:
     if num_rows != store.manifest.num_rows:
-        found = f"the dataset has {num_rows} rows, the store {store.manifest.num_rows}"
+        difference = f"the dataset has {num_rows} rows, the store {store.manifest.num_rows}"
         if num_rows > (old := store.manifest.num_rows):
-            found += (
+            difference += (
                 f" (if it has grown at its end, append_store(Subset(dataset, range({old},"
                 f" {num_rows})), {str(store.path)!r}) adds the new rows)"
             )
-        raise _other_dataset(store, found)
+        raise _other_dataset(store, difference)
 
 
 def _check_first_rows(store: Store, stream: Any) -> None:
     if is_read_once(stream):
         raise DatasetError(
-            f"a {type(stream).__name__} gives its rows once, and cannot be compared with the store"
-            f" at {store.path}: give a fingerprint here and when you build it, no dataset to use"
-            " the store as it is, or overwrite=True"
+            f"a {type(stream).__name__} yields its rows once, and cannot be compared with the store"
+            f" at {store.path}. Set a fingerprint here and when you build it, pass no dataset to"
+            " use the store as it is, or set overwrite=True"
         )
     _compare_samples(store, islice(samples_of(stream), NUM_PROBES))
 
@@ -119,34 +119,33 @@ def _compare_all(store: Store, dataset: Any, num_workers: int, progress: ShowPro
         _check_length(store, _compare_samples(store, samples_of(dataset)))
         return
     rows, step = range(store.manifest.num_rows), rows_at_once(store.manifest.row_bytes)
-    pieces = (rows[first : first + step] for first in range(0, len(rows), step))
+    blocks = (rows[first : first + step] for first in range(0, len(rows), step))
     with (
         progress("comparing", len(rows), store.manifest.row_bytes) as advance,
         Workers(dataset, num_workers) as workers,
     ):
-        workers.run(calling(_compare_rows, store), pieces, lambda rows, _: advance(len(rows)))
+        workers.run(calling(_compare_rows, store), blocks, lambda rows, _: advance(len(rows)))
 
 
 def _compare_rows(store: Store, dataset: Any, rows: range) -> None:
-    """Compare rows of a dataset with those of a store."""
+    """Compare rows of a dataset with the stored rows."""
     _compare(store, rows, partial(source_of(dataset, store.manifest.schema).read, rows))
 
 
 def _compare_samples(store: Store, samples: Iterable[Any]) -> int:
     """Compare the first samples of a stream with the rows of a store. Returns their number."""
     num_rows, samples = 0, map(copied, samples)
-    while piece := list(islice(samples, rows_at_once(store.manifest.row_bytes))):
-        rows = range(num_rows, num_rows + len(piece))
-        if rows.stop > store.manifest.num_rows:
-            found = f"the dataset has more rows than the store, which has {store.manifest.num_rows}"
-            raise _other_dataset(store, found)
-        _compare(store, rows, partial(stack_rows, piece, rows, store.manifest.schema))
+    while block := list(islice(samples, rows_at_once(store.manifest.row_bytes))):
+        rows = range(num_rows, num_rows + len(block))
+        if rows.stop > (num_stored := store.manifest.num_rows):
+            raise _other_dataset(store, f"the dataset has more rows than the store ({num_stored})")
+        _compare(store, rows, partial(stack_rows, block, rows, store.manifest.schema))
         num_rows = rows.stop
     return num_rows
 
 
 def _compare(store: Store, rows: range, read: Callable[[], list[Values]]) -> None:
-    """Compare rows that are read with those of a store."""
+    """Read rows and compare them with the stored rows."""
     fields = store.manifest.schema.fields
     all_stored = store.read(np.asarray(rows, np.int64))
     for field, stored, values in zip(fields, all_stored, _as_stored(store, read), strict=True):
@@ -156,7 +155,7 @@ def _compare(store: Store, rows: range, read: Callable[[], list[Values]]) -> Non
 
 
 def _check_probe(store: Store, dataset: Any, probe: tuple[int, str]) -> int:
-    """Compare the hash of a row with that of a store, of which no row is read."""
+    """Compare the hash of a row with the hash in the manifest. No stored row is read."""
     row, expected = probe
     read = partial(source_of(dataset, store.manifest.schema).read, range(row, row + 1))
     if hash_row([next(values.rows()) for values in _as_stored(store, read)]) != expected:
@@ -175,9 +174,9 @@ def _other_row(store: Store, row: int, where: str = "") -> DatasetError:
     return _other_dataset(store, f"row {row} of the dataset differs from the stored row{where}")
 
 
-def _other_dataset(store: Store, found: str) -> DatasetError:
+def _other_dataset(store: Store, difference: str) -> DatasetError:
     return DatasetError(
-        f"{found}: the store at {store.path} was built from another dataset. Build it again"
+        f"{difference}: the store at {store.path} was built from another dataset. Build it again"
         " (`overwrite=True`, or `lightning-memmap store build --overwrite`), choose another"
-        " directory, or give no dataset to use the store as it is"
+        " directory, or pass no dataset to use the store as it is"
     )

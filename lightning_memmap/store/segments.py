@@ -53,7 +53,7 @@ def _by_block(lengths: Integers, below: int) -> Iterator[tuple[int, Integers]]:
 
 
 def _windows(memory: Bytes, block: int) -> NDArray[np.void]:
-    """A view of memory whose element ``i`` is the block that begins at byte ``i``."""
+    """Return a view of memory whose element ``i`` is the block that begins at byte ``i``."""
     dtype = np.dtype((np.void, block))
     windows: NDArray[np.void] = np.ndarray((len(memory) - block + 1,), dtype, memory, 0, (1,))
     return windows

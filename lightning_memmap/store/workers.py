@@ -1,4 +1,4 @@
-"""Worker processes that read a dataset and end when the process that started them ends; threads."""
+"""Worker processes that read a dataset and end with the process that started them; threads."""
 
 import ctypes
 import errno
@@ -40,34 +40,34 @@ Connection: TypeAlias = "connection.Connection[Any, Any]"
 #: Rows in a range of step 1, or in any order, int64 of shape (n,).
 RowNumbers = range | Integers
 
-#: Tasks that each process has: one in hand, and one waiting.
+#: Tasks of each process: one that runs, and one that waits.
 IN_HAND = 2
-#: Work of one range: short enough for the progress bar and the journal, long enough to be cheap.
+#: Seconds of work in one range: short enough for progress bar and journal, long enough to be cheap.
 _RANGE_S = 1.0
 #: Ranges get smaller towards the end, so that all workers end together, down to this.
 _MIN_RANGE_S = 0.05
 _PR_SET_PDEATHSIG = 1
 _MAX_WORKERS = 1024
-#: By how much the priority of what gives way to a training is lower.
+#: Added to the niceness of processes that run during a training.
 _NICENESS = 5
-#: How long processes that have nothing to do may take to end.
+#: How long idle processes may take to end.
 _PATIENCE_S = 5.0
-#: How often it is seen whether those that say nothing are alive.
+#: How often silent processes are checked.
 _LOOK_S = 1.0
-#: Of an error that is sent.
+#: The largest pickled exception that is sent.
 _MOST_BYTES = 2**16
-#: Above the stack of a thread, and what else it needs before it can say that it lacks memory.
+#: Memory reserved for each thread, so that a shortage raises here instead of hanging the pool.
 _THREAD_BYTES = 16 * 2**20
 
 
 class Workers:
-    """Processes that read a dataset, or with none of them this process."""
+    """Processes that read a dataset. With ``num_workers=0``, this process reads it."""
 
     def __init__(self, dataset: Any, num_workers: int) -> None:
         self.dataset = dataset
         self.num_workers = num_workers
         self._processes = list[_Process]()
-        # A program that ends does not wait for them.
+        # A program doesn't wait for them when it ends.
         self._end = Finalize(self, _end_all, (self._processes,), exitpriority=0)
 
     def run(
@@ -76,7 +76,7 @@ class Workers:
         tasks: Iterable[Task],
         receive: Callable[[Task, Outcome], None],
     ) -> None:
-        """Do tasks, and pass on each outcome, a small one, as soon as it is there, in any order."""
+        """Run tasks, and call ``receive`` with each task and its small outcome, in any order."""
         if self.num_workers:
             self._run_in_processes(pickle.dumps(make), iter(tasks), receive)
             return
@@ -91,25 +91,27 @@ class Workers:
         self, make: bytes, tasks: Iterator[Any], receive: Callable[[Any, Any], None]
     ) -> None:
         for number, task in enumerate(islice(tasks, IN_HAND * self.num_workers)):
-            self._process(number % self.num_workers).give(make, task)
-        while busy := {each.connection: each for each in self._processes if each.tasks}:
-            errors, ready = list[BaseException](), connection.wait(busy, _LOOK_S)
-            # What it has forked may keep the connection of one that has died.
-            dead = (each for each in busy.values() if not (ready or each.process.is_alive()))
-            for process in (*(each for key, each in busy.items() if key in ready), *dead):
-                outcome, task = process.outcome(), process.tasks.popleft()
+            self._process(number % self.num_workers).submit(make, task)
+        while busy := {worker.connection: worker for worker in self._processes if worker.tasks}:
+            errors = list[BaseException]()
+            ready = connection.wait(busy, _LOOK_S)
+            # The connection of a dead worker may be kept open by its forks.
+            dead = (worker for worker in busy.values() if not (ready or worker.process.is_alive()))
+            for process in (*(worker for key, worker in busy.items() if key in ready), *dead):
+                outcome = process.outcome()
+                task = process.tasks.popleft()
                 if isinstance(outcome, BaseException):
                     errors.append(outcome)
                     continue
                 receive(task, outcome)
                 for another in islice(tasks, 1):
-                    process.give(make, another)
-            # What the others have done is kept.
+                    process.submit(make, another)
+            # The outcomes of the other workers are kept.
             if errors:
                 raise errors[0]
 
     def tell(self, index: int, make: Callable[[Any], Callable[[Task], object]], task: Task) -> None:
-        """Have one of the processes do something before its next task. Nobody hears of an error."""
+        """Run something in one of the processes before its next task. Its errors are dropped."""
         self._process(index).send((pickle.dumps(make), task, False))
 
     def start(self) -> None:
@@ -117,13 +119,13 @@ class Workers:
         self._process(self.num_workers - 1)
 
     def _process(self, index: int) -> "_Process":
-        """One of the processes, which starts when it is needed: it works while the next starts."""
+        """Return one of the processes. It is started first, and works while the next one starts."""
         while len(self._processes) <= index:
             self._processes.append(_Process(self.dataset, self.num_workers))
         return self._processes[index]
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the processes, once they have done their tasks or at once. Nothing more is read."""
+        """End the processes, after their tasks or at once. No more outcomes are read."""
         _end_all(self._processes, 0.0 if at_once else _PATIENCE_S)
 
     def __enter__(self) -> Self:
@@ -134,10 +136,11 @@ class Workers:
 
 
 class _Process:
-    """A worker process, and the tasks that it has."""
+    """A worker process and its tasks."""
 
     def __init__(self, dataset: Any, num_workers: int) -> None:
-        self.tasks, self._num_workers = deque[Any](), num_workers
+        self.tasks = deque[Any]()
+        self._num_workers = num_workers
         self.connection, other = multiprocessing.Pipe()
         self.process = multiprocessing.Process(
             target=_serve, args=(other, self.connection, dataset)
@@ -150,22 +153,22 @@ class _Process:
                 f"the dataset, {with_article(type(dataset).__name__)}, cannot be sent to worker"
                 f" processes, which are started by {method!r}: {describe_error(error)}: open files"
                 " and connections when a row is first read, define classes and functions in a"
-                " module, or give num_workers=0 (with build='first')"
+                " module, or use num_workers=0 (with build='first')"
             ) from error
         other.close()
 
-    def give(self, make: bytes, task: Any) -> None:
-        """Give it a task."""
+    def submit(self, make: bytes, task: Any) -> None:
+        """Send a task."""
         self.send((make, task, True))
         self.tasks.append(task)
 
     def send(self, message: Any) -> None:
-        """Send it something to do, or None to end."""
+        """Send a message, or None to end the process."""
         with self._is_alive():
             self.connection.send(message)
 
     def outcome(self) -> Any:
-        """The outcome of its oldest task, or an error."""
+        """Receive the outcome of the oldest task, which may be an error."""
         with self._is_alive():
             if not (self.connection.poll() or self.process.is_alive()):
                 raise EOFError
@@ -184,31 +187,31 @@ class _Process:
 
 
 def _end_all(processes: list[_Process], patience_s: float = 0.0) -> None:
-    """End processes. Those that are at work, or wait for ever, are killed: such as for a lock which
-    another held that was killed."""
-    ending, ends = processes[:], monotonic() + patience_s
+    """End processes. Kill those that don't end in time, such as for the lock of a killed one."""
+    ending = processes[:]
+    deadline = monotonic() + patience_s
     processes.clear()
-    # Who is at work may have no room for a word.
-    for each in ending if patience_s else ():
+    # A busy worker's pipe may be full; do not block on it.
+    for worker in ending if patience_s else ():
         with suppress(DatasetError):  # It has ended.
-            each.send(None)
-    for each in ending:
-        each.process.join(max(0.0, ends - monotonic()))
-        each.process.kill()
-        each.process.join()
-        each.process.close()
-        each.connection.close()
+            worker.send(None)
+    for worker in ending:
+        worker.process.join(max(0.0, deadline - monotonic()))
+        worker.process.kill()
+        worker.process.join()
+        worker.process.close()
+        worker.connection.close()
 
 
 def calling(
     work: Callable[..., Outcome], *arguments: Any
 ) -> Callable[[Any], Callable[[Any], Outcome]]:
-    """For `Workers.run`: what calls a function with arguments, the dataset and a task."""
+    """Return a ``make`` for `Workers.run` that calls ``work(*arguments, dataset, task)``."""
     return partial(partial, work, *arguments)
 
 
 class RowRanges:
-    """Divides rows into ranges of about a second of work, while earlier ones are worked on."""
+    """Divides rows into ranges of about a second of work, by the speed of earlier ranges."""
 
     def __init__(
         self,
@@ -219,37 +222,40 @@ class RowRanges:
         row_s: float,
         advance: Callable[[int], None] = lambda num_rows: None,
     ) -> None:
-        self._todo, self._max_rows, self._num_workers = list(todo), max_rows, num_workers
-        self._row_s, self._advance = row_s, advance
+        self._todo = list(todo)
+        self._max_rows = max_rows
+        self._num_workers = num_workers
+        self._row_s = row_s
+        self._advance = advance
         self._num_left = sum(map(len, self._todo))
 
     def __iter__(self) -> Iterator[RowNumbers]:
         for rows in self._todo:
             while len(rows):
-                some = rows[: self._next_count()]
-                self._num_left -= len(some)
-                yield some
-                rows = rows[len(some) :]
+                block = rows[: self._next_count()]
+                self._num_left -= len(block)
+                yield block
+                rows = rows[len(block) :]
 
     def note(self, rows: RowNumbers, duration_s: float) -> None:
-        """Take into account how long rows took."""
+        """Record how long rows took."""
         self._row_s = (self._row_s + duration_s / len(rows)) / 2
         self._advance(len(rows))
 
     def _next_count(self) -> int:
         row_s = max(self._row_s, 1e-9)
-        wanted = _RANGE_S / row_s
+        count = _RANGE_S / row_s
         if self._num_workers > 1:
-            # Each worker has one range in hand and one waiting. As much again is left for those
-            # that are done with theirs sooner.
-            fair = self._num_left / (4 * self._num_workers)
-            wanted = min(wanted, max(fair, _MIN_RANGE_S / row_s))
-        return max(1, min(self._max_rows, int(wanted)))
+            # Each worker has two ranges. The same number of rows is left for faster workers.
+            fair_count = self._num_left / (4 * self._num_workers)
+            count = min(count, max(fair_count, _MIN_RANGE_S / row_s))
+        return max(1, min(self._max_rows, int(count)))
 
 
 def threads(count: int) -> ThreadPoolExecutor:
-    """A pool whose threads have started: Python would wait for ever for one without memory."""
-    pool, started = ThreadPoolExecutor(count), Barrier(count)
+    """Return a pool whose threads run. Without memory for one, Python would wait forever."""
+    pool = ThreadPoolExecutor(count)
+    started = Barrier(count)
     try:
         mmap(-1, count * _THREAD_BYTES).close()
         list(pool.map(lambda _: started.wait(), range(count)))

@@ -21,9 +21,10 @@ from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.schema.fields import Values
 from lightning_memmap.schema.schema import Schema
-from lightning_memmap.store.building import WRITTEN, Building, RowWriter
+from lightning_memmap.store.building import Building, RowWriter
 from lightning_memmap.store.directory import JOURNAL, StoreDirectory, check_free, is_store
 from lightning_memmap.store.files import write_rows
+from lightning_memmap.store.journal import WRITTEN
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.samples import Probes, hash_row, random_dataset_error
@@ -31,22 +32,26 @@ from lightning_memmap.store.sources.source import Source, in_turn, source_of
 from lightning_memmap.store.store import Store, open_directory
 from lightning_memmap.store.workers import RowNumbers, RowRanges, Workers, threads
 
-#: Of slices, most of which are views: long, so that each of many shards gets much of it at once.
+#: Bytes of a slice. It is long, so that each of many shards receives a long run at once.
 _SLICE_BYTES = 128 * 2**20
-#: Of slices of fields whose rows differ in length, which may be longer than those that were probed.
+#: Rows of a slice if rows differ in length, because they may be longer than the probe rows.
 _MAX_PACKED_ROWS = 2**18
 #: By how much slices are faster than items, as a first guess.
 _SLICE_SPEED = 32
-#: Of rows that are read item by item: those that are written together.
-_BLOCK_BYTES, _MAX_BLOCK_ROWS = 32 * 2**20, 2**14
+#: Bytes of a block: rows that are read item by item and written together.
+_BLOCK_BYTES = 32 * 2**20
+_MAX_BLOCK_ROWS = 2**14
 #: The most such blocks in a range: the last one alone is written while nothing is read.
 _MAX_BLOCKS = 16
-#: How often what was written is brought to the disk, and marked in the journal.
+#: How often written rows are synced to the disk and marked in the journal.
 JOURNAL_INTERVAL_S = 5.0
 
 
 class Appended(NamedTuple):
-    """The rows of a store, and after them those of a dataset."""
+    """The rows of a store, followed by the rows of a dataset.
+
+    Unlike a ``ConcatDataset``, errors name the row within the dataset.
+    """
 
     store: Store
     dataset: Any
@@ -70,8 +75,8 @@ def write_missing(building: Building, workers: Workers, probes: Probes, show: Sh
         todo: list[RowNumbers] = [*missing]
         if (order := writer.source.order) is not None:
             is_missing = np.zeros(len(order), np.bool_)
-            for some in missing:
-                is_missing[some.start : some.stop] = True
+            for block in missing:
+                is_missing[block.start : block.stop] = True
             todo = [order[is_missing[order]]]
         tasks = RowRanges(
             todo,
@@ -98,7 +103,7 @@ def run_writers(
     tasks: Iterable[Any],
     receive: Callable[[Any, float], None],
 ) -> None:
-    """Do tasks that write rows. These are brought to the disk now and then, and after an error."""
+    """Run tasks that write rows. Sync the rows every few seconds, and after an error."""
     last_sync, syncing = monotonic(), Future[None]()
     syncing.set_result(None)
 
@@ -153,28 +158,28 @@ class RangeWriter:
         self._writing.set_result(None)
 
     def __call__(self, rows: RowNumbers) -> float:
-        """Write rows, in so many seconds. While some are written, the next ones are read."""
+        """Write rows, and return the seconds it took. A block is written while the next is read."""
         start = perf_counter()
         for first in range(0, len(rows), self._block_rows):
             block = rows[first : first + self._block_rows]
-            found = self.source.read(block)
-            self._check(block, found)
+            values = self.source.read(block)
+            self._check(block, values)
             self._writing.result()
             if first + len(block) < len(rows):
-                self._writing = self._thread.submit(self._writer.write, block, found)
-        if len(rows):  # Nothing is read meanwhile.
-            self._writer.write(block, found)
+                self._writing = self._thread.submit(self._writer.write, block, values)
+        if len(rows):
+            self._writer.write(block, values)
         return perf_counter() - start
 
-    def _check(self, rows: RowNumbers, found: list[Values]) -> None:
-        """Check that rows that were read before are the same again."""
+    def _check(self, rows: RowNumbers, values: list[Values]) -> None:
+        """Check that the probe rows among ``rows`` are the same as when they were first read."""
         for row, expected in self._draft.probes:
             if row not in rows:
                 continue
             at = rows.index(row) if isinstance(rows, range) else int(np.argmax(rows == row))
-            leaves = [next(each.take(range(at, at + 1)).rows()) for each in found]
+            leaves = [next(field.take(range(at, at + 1)).rows()) for field in values]
             if hash_row(leaves) != expected:
-                again = [next(each.rows()) for each in self.source.read(range(row, row + 1))]
+                again = [next(field.rows()) for field in self.source.read(range(row, row + 1))]
                 names = [field.name for field in self._draft.schema.fields]
                 pairs = zip(names, leaves, again, strict=True)
                 differ = [name for name, one, two in pairs if hash_row([one]) != hash_row([two])]
@@ -189,7 +194,7 @@ class RangeWriter:
 def _source_of(dataset: Any, schema: Schema, row_bytes: int) -> Source:
     if isinstance(dataset, Appended):
         sizes = [len(dataset.store), len(dataset.dataset)]
-        return in_turn([_source_of(each, schema, row_bytes) for each in dataset], sizes)
+        return in_turn([_source_of(part, schema, row_bytes) for part in dataset], sizes)
     if isinstance(dataset, Store) and dataset.schema == schema:
         return Source(partial(_read_store, dataset))
     return source_of(dataset, schema, row_bytes)

@@ -180,7 +180,7 @@ class TestPushAndPull:
             assert found.content == open_store(tmp_path / "here" / name).manifest.content
         assert command("push", tmp_path / "here", url, "--overwrite") == 0
         assert command("push", tmp_path / "here", tmp_path / "back") == 2
-        assert "give one like s3://bucket/stores/train" in command.err
+        assert "s3://bucket/stores/train" in command.err
         assert command("pull", url + "/none", tmp_path / "other") == 2
         assert "none" in command.err
 
@@ -224,7 +224,7 @@ class TestInfo:
         assert "of 20 rows are there" in command.out
         for task in (("verify",), ("show", "--out", str(store_path.parent / "store.html"))):
             assert command(task[0], store_path.parent, *task[1:]) == 0
-            assert "its build is not finished, and goes on with them when it is" in command.out
+            assert "its build is not finished" in command.out
         (draft,) = made.glob("g-*/build.json")
         draft.write_text("{}")
         assert command("info", store_path.parent) == 0

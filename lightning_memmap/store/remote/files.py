@@ -24,30 +24,29 @@ from lightning_memmap.store.paths import StoreUrl
 
 T = TypeVar("T")
 
-#: Where this environment variable is set, no URL is read: stores are opened from the cache.
+#: If this environment variable is set, no URL is read: stores are opened from the cache.
 OFFLINE = "LIGHTNING_MEMMAP_OFFLINE"
 
-#: Times that a read is tried, beside what the library of the protocol tries itself.
+#: Attempts of a read. The library of the protocol may repeat each of them.
 _NUM_TRIES = 5
 _FIRST_PAUSE_S = 0.1
-#: What a server refuses that may be over when it is asked again.
+#: HTTP statuses of errors that may be over at the next attempt.
 _TRANSIENT = (408, 425, 429)
-#: What fails in the same way when it is tried again: refusals, and mistakes of a library. By
-#: NotImplementedError, fsspec says that a protocol lacks an operation: nothing can be written to
-#: github://, of which a push is to say so at once.
+#: Errors that another attempt would repeat: missing rights, and bugs of a library. fsspec raises
+#: NotImplementedError for an operation that a protocol lacks, such as a write to github://.
 _FINAL = (
     *(PermissionError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError),
     *(ImportError, NotImplementedError),
 )
 #: Over http(s): seconds to connect, without a byte, and for all bytes of one read.
 _CONNECT_S, _SILENCE_S, _READ_S = 10.0, 20.0, 300.0
-#: When it is said that nobody answers, and how long until it is said again.
+#: Seconds without an answer until a warning, and until the next warning.
 _SILENT_S, _SAID_AGAIN_S = 5.0, 30.0
 _log = logging.getLogger(__name__)
 
 
 class UnreachableError(StoreError):
-    """Nobody answers at a URL, or no URL is to be read."""
+    """A URL doesn't answer, or no URL may be read."""
 
 
 class RemoteFiles:
@@ -75,26 +74,26 @@ class RemoteFiles:
         self._path, self._is_web = path.rstrip("/"), "http" in self._system.protocol
 
     def read(self, name: str, start: int, end: int, *, patience_s: float = math.inf) -> bytes:
-        """Read part of a file; fewer bytes where the file ends, or the server gives fewer."""
+        """Read part of a file; fewer bytes if the file ends, or if the server sends fewer."""
         read = self._read_web if self._is_web else self._system.cat_file
         work: Callable[[], bytes] = partial(read, self._at(name), start=start, end=end)
-        found = self._tried(work, name, patience_s)
-        if len(found) > end - start:
+        data = self._tried(work, name, patience_s)
+        if len(data) > end - start:
             raise StoreError(
-                f"{self.url / name}: asked for {end - start} bytes, and got more: the server gives"
-                " whole files, and a store needs one that gives parts of them (for http:// one that"
-                " answers range requests, which `python -m http.server` does not)"
+                f"{self.url / name}: requested {end - start} bytes, and got more. The server sends"
+                " complete files, and a store needs a server that sends ranges of them (for http://"
+                " one that answers range requests, unlike `python -m http.server`)"
             )
-        return found
+        return data
 
     def read_if_there(self, name: str, max_bytes: int) -> bytes | None:
-        """Read a small file to its end, or to one byte more than it may have; None without it."""
+        """Read a small file, at most ``max_bytes + 1`` bytes; None if it doesn't exist."""
         with suppress(StoreNotFoundError):
             return self.read(name, 0, max_bytes + 1)
         return None
 
     def size(self, name: str) -> int | None:
-        """The size of a file in bytes, where its protocol can tell it; None without it."""
+        """Return the size of a file in bytes; None if the file doesn't exist or has no size."""
         with suppress(StoreNotFoundError):
             size: int | None = self._tried(partial(self._system.info, self._at(name)), name)["size"]
             return size
@@ -106,7 +105,7 @@ class RemoteFiles:
             return [""]
         if self._is_web:
             raise StoreNotFoundError(
-                f"no store at {self.url}, and no directory that can be listed: give the URL of one"
+                f"no store at {self.url}, and no directory that can be listed. Use the URL of one"
                 f" store, such as {self.url / 'train'}"
             )
         if not (found := self.stores_inside()):
@@ -124,7 +123,7 @@ class RemoteFiles:
         return sorted(name for name in found if name[0] != "." and "/." not in name)
 
     def write(self, name: str, source: Path | bytes) -> None:
-        """Copy a file there, or write a small one. Object stores show it once it is whole."""
+        """Upload a file, or write a small one. Object stores show it once it is complete."""
         system, at = self._system, self._at(name)
         if self._is_web:
             raise StoreError(f"{self.url / name} cannot be written: http(s):// can only be read")
@@ -134,7 +133,7 @@ class RemoteFiles:
             self._tried(partial(system.pipe_file, at, source), name)
 
     def replace(self, name: str, data: bytes, beside: str) -> None:
-        """Write a small file at once."""
+        """Write a small file in one step."""
         if self._is_local:
             self.write(f"{beside}/{name}", data)
             os.replace(self._at(f"{beside}/{name}"), self._at(name))
@@ -148,7 +147,7 @@ class RemoteFiles:
 
     @contextmanager
     def _patient(self, where: object) -> Iterator[None]:
-        """Say that nobody has answered for a while: the library of a protocol tries for long."""
+        """Warn after a while without an answer: the library of a protocol may try for long."""
         if self._is_local:
             yield
             return
@@ -236,8 +235,8 @@ async def _read_part(system: Any, path: str, start: int, end: int) -> bytes:
         answer.raise_for_status()
         if (encoding := answer.headers.get("Content-Encoding", "identity")) != "identity":
             raise StoreError(
-                f"{path}: the server packs its answers ({encoding[:20]!r}) though it was asked for"
-                " the bytes as they are: switch that off for this directory"
+                f"{path}: the server packs its answers ({encoding[:20]!r}), against the request."
+                " Switch that off for this directory"
             )
         data = bytearray()
         while len(data) <= end - start:
@@ -248,7 +247,7 @@ async def _read_part(system: Any, path: str, start: int, end: int) -> bytes:
 
 
 def is_offline() -> bool:
-    """Whether no URL is to be read."""
+    """Return whether the user has forbidden to read URLs."""
     return os.environ.get(OFFLINE, "").lower() not in ("", "0", "false", "no", "off")
 
 

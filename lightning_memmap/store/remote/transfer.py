@@ -1,7 +1,8 @@
-"""Whole stores, pushed to a URL and pulled from one. Both go on where they were interrupted.
+"""Push a store to a URL, or pull one from a URL. Both resume after an interruption.
 
-What is copied gets a generation of its own, named after the store and after what it replaces. So
-no two copies of different stores write to the same files, and what one removes no other needs.
+A copy is a new generation, whose name is computed from the store and from the store that it
+replaces. So copies of different stores never write the same files, and none removes the files of
+another one.
 """
 
 from contextlib import suppress
@@ -42,36 +43,35 @@ def push_store(
 ) -> None:
     """Copy a store to a URL, once all of its bytes are compared with their checksums.
 
-    The manifest is written last, at once: whoever reads the URL finds the store that was there, or
-    the new one, or none before the first is whole. A push that was interrupted goes on with the
-    files that are missing.
+    The manifest is written last, in one step: a reader finds the old store, the new one, or none
+    before the first is complete. An interrupted push resumes with the missing files.
 
     Args:
         path: Directory of the store.
-        url: Where it goes, such as ``s3://bucket/stores/train``.
-        overwrite: Replace a store that is there, and remove its files afterwards. Whoever is
-            fetching them then gets an error, and opens the new one.
+        url: The URL, such as ``s3://bucket/stores/train``.
+        overwrite: Replace a store at the URL, and remove its files afterwards. A process that is
+            fetching them gets an error, and must open the new store.
         progress: Show a progress bar.
 
     Raises:
         ValueError: ``path`` is a URL, or ``url`` is not.
-        StoreNotFoundError: There is no store at ``path``, or no such bucket.
-        StoreError: The store is damaged or replaced meanwhile, another store is at the URL or was
-            pushed there meanwhile, or it cannot be reached.
+        StoreNotFoundError: The store or the bucket doesn't exist.
+        StoreError: The store is damaged or was replaced, another store is or was just pushed to the
+            URL, or the URL cannot be reached.
     """
     directory = store_directory(path)
     store = open_directory(directory)
     files, manifest = store.files, store.manifest
-    there = RemoteFiles(_url(url))
-    before = there.read_if_there(MANIFEST, MAX_MANIFEST_BYTES)
+    remote = RemoteFiles(_url(url))
+    before = remote.read_if_there(MANIFEST, MAX_MANIFEST_BYTES)
     old = _decoded(before, url)
     if _are_same(old, manifest):
-        # What a push had replaced that was killed before its end.
-        _remove_replaced(there, old.generation)
+        # A push that was killed at its end may not have removed the generation it replaced.
+        _remove_replaced(remote, old.generation)
         return
     if before is not None and FORMAT.encode() not in before:
         raise StoreError(
-            f"{there.url / MANIFEST} is not the manifest of a store, and is not replaced: choose"
+            f"{remote.url / MANIFEST} is not the manifest of a store, and is not replaced: choose"
             " another URL"
         )
     if before is not None and not overwrite:
@@ -79,10 +79,10 @@ def push_store(
             f"there is another store at {url}: replace it with overwrite=True (--overwrite), or"
             " choose another URL"
         )
-    if before is None and (inner := there.stores_inside()):
+    if before is None and (inner := remote.stores_inside()):
         raise StoreError(
             f"{url} is a directory of stores, such as {inner[0]!r}: choose the URL of one store,"
-            f" such as {there.url / inner[0]}"
+            f" such as {remote.url / inner[0]}"
         )
     show = partial(show_progress, hidden=not progress)
     store.check_bytes(show)
@@ -91,18 +91,18 @@ def push_store(
     with show("pushing", sum(sizes.values()), 1) as advance:
         for name, num_bytes in sizes.items():
             at = f"{new.generation}/{name}"
-            if there.size(at) != num_bytes:
+            if remote.size(at) != num_bytes:
                 if not is_there(files / name):
                     raise StoreError(f"the store at {directory} was replaced: push it again")
-                there.write(at, files / name)
+                remote.write(at, files / name)
             advance(num_bytes)
-    if there.read_if_there(MANIFEST, MAX_MANIFEST_BYTES) != before:
+    if remote.read_if_there(MANIFEST, MAX_MANIFEST_BYTES) != before:
         raise StoreError(f"another process has pushed another store to {url} meanwhile")
     if old is not None:
-        there.write(f"{new.generation}/{_REPLACED}", old.generation.encode())
-    there.replace(MANIFEST, new.encode(), new.generation)
+        remote.write(f"{new.generation}/{_REPLACED}", old.generation.encode())
+    remote.replace(MANIFEST, new.encode(), new.generation)
     if old is not None:
-        _remove_replaced(there, new.generation)
+        _remove_replaced(remote, new.generation)
 
 
 def pull_store(
@@ -110,13 +110,12 @@ def pull_store(
 ) -> Store:
     """Copy a store from a URL into a directory, and compare every byte with its checksums.
 
-    The store is there once it is whole. A pull that was interrupted goes on with the shards that
-    are missing.
+    The store appears once it is complete. An interrupted pull resumes with the missing shards.
 
     Args:
-        url: Where it is.
-        path: The directory that it goes to.
-        overwrite: Replace a store that is there, which stays until the new one is whole.
+        url: The URL of the store.
+        path: The directory of the copy.
+        overwrite: Replace a store in the directory. It stays until the new one is complete.
         progress: Show a progress bar.
 
     Returns:
@@ -124,50 +123,50 @@ def pull_store(
 
     Raises:
         ValueError: ``path`` is a URL, or ``url`` is not.
-        StoreNotFoundError: There is no store at the URL.
-        StoreError: It cannot be reached, is damaged, or was replaced meanwhile; or something else
-            is in the directory.
+        StoreNotFoundError: The URL doesn't have a store.
+        StoreError: It cannot be reached, is damaged, or was just replaced; or the directory has
+            other files.
         OSError: The disk is full, or the files cannot be written.
     """
-    place = StoreDirectory(store_directory(path))
+    target = StoreDirectory(store_directory(path))
     files = RemoteFiles(_url(url))
     manifest = read_manifest(files)
-    check_free(place.path, "path")
-    with place.locked():
+    check_free(target.path, "path")
+    with target.locked():
         before = None
-        if is_store(place.path):
-            before = read_plain(place.path / MANIFEST, MAX_MANIFEST_BYTES)
-        if _are_same(_decoded(before, str(place.path)), manifest):
-            return open_directory(place.path)
+        if is_store(target.path):
+            before = read_plain(target.path / MANIFEST, MAX_MANIFEST_BYTES)
+        if _are_same(_decoded(before, str(target.path)), manifest):
+            return open_directory(target.path)
         if before is not None and not overwrite:
             raise StoreError(
-                f"{place.path} has another store: replace it with overwrite=True (--overwrite), or"
+                f"{target.path} has another store: replace it with overwrite=True (--overwrite), or"
                 " choose another directory"
             )
-        generation = _begin(place, manifest, copy_name(manifest, before))
+        generation = _begin(target, manifest, copy_name(manifest, before))
         shards = RemoteShards(files, manifest, generation)
         numbers = shards.numbers(range(len(manifest.columns)), range(manifest.num_shards))
         shards.fetch(shards.missing(numbers), "pulling", hidden=not progress)
-        place.commit(replace(manifest, generation=generation.name))
-    return open_directory(place.path)
+        target.commit(replace(manifest, generation=generation.name))
+    return open_directory(target.path)
 
 
 def _url(given: str) -> StoreUrl:
     place = path_or_url(given)
     if not isinstance(place, StoreUrl):
-        raise ValueError(f"url={given!r}: give one like s3://bucket/stores/train")
+        raise ValueError(f"url={given!r}: must be a URL like s3://bucket/stores/train")
     return place
 
 
 def _decoded(data: bytes | None, where: str) -> Manifest | None:
-    """What a manifest says; None where there is none, or it is damaged or of another version."""
+    """Decode a manifest; None if it is missing, damaged or of another version."""
     with suppress(StoreError):
         return None if data is None else Manifest.decode(data, where)
     return None
 
 
 def _are_same(one: Manifest | None, other: Manifest) -> TypeGuard[Manifest]:
-    """Whether two stores are the same but for the names of their generations."""
+    """Return whether two stores are the same except for the names of their generations."""
     return one is not None and replace(one, generation=other.generation) == other
 
 
@@ -180,15 +179,16 @@ def _remove_replaced(there: RemoteFiles, generation: str) -> None:
         there.remove(note)
 
 
-def _begin(place: StoreDirectory, manifest: Manifest, name: str) -> Path:
-    """The generation of a pull: that of the same pull, which was interrupted, or a new one."""
-    generation, key = place.path / name, manifest.encode()
-    for unfinished in place.unfinished(KEY):
+def _begin(target: StoreDirectory, manifest: Manifest, name: str) -> Path:
+    """Return the generation of an interrupted pull of the same store, or create one."""
+    generation = target.path / name
+    key = manifest.encode()
+    for unfinished in target.unfinished(KEY):
         if unfinished == generation and read_plain(unfinished / KEY, len(key) + 1) == key:
             return generation
         remove_tree(unfinished)
-    place.begin(name)
-    allocate_files(generation, manifest.columns, place.path)
+    target.begin(name)
+    allocate_files(generation, manifest.columns, target.path)
     make_records(generation, manifest)
-    manifest.write(generation, KEY)  # It says that everything else is there.
+    manifest.write(generation, KEY)  # Written last: all other files exist.
     return generation

@@ -21,15 +21,14 @@ class ImageFolder(Dataset[dict[str, Any]]):
     """A map-style dataset of the images in ``root/CLASS/**``, with the class as the label.
 
     A sample is ``{"image": ..., "label": int}``: the image as uint8 tensor of shape (channels,
-    height, width), or the bytes of its file. Classes are the folders in ``root``, sorted by name;
-    the images of a class come in the order of their names, those of deeper folders included. Files
-    with other endings than `lightning_memmap.images.EXTENSIONS`, and hidden files and folders, are
-    left out.
+    height, width), or the bytes of its file. Classes are the folders in ``root``, sorted by name.
+    The images of a class, deeper folders included, are sorted by name. Hidden files and folders,
+    and files with other endings than `lightning_memmap.images.EXTENSIONS`, are skipped.
 
     Args:
         root: The folder of the classes.
         mode: ``"RGB"``, ``"RGBA"`` or ``"L"``, as of `lightning_memmap.schema.Decode`.
-            With None the bytes of each file are given, after a test that they can be decoded.
+            With None, samples have the bytes of each file, which must be decodable.
         size: Height and width in pixels, or one number for both, as of `Decode`. By default images
             keep their sizes.
 
@@ -39,7 +38,7 @@ class ImageFolder(Dataset[dict[str, Any]]):
         labels: The label of each row.
 
     Raises:
-        FileNotFoundError: There is no such folder.
+        FileNotFoundError: The folder doesn't exist.
         ValueError: It has no folders, a class has no images, or an argument is out of range.
     """
 
@@ -61,18 +60,20 @@ class ImageFolder(Dataset[dict[str, Any]]):
         self.files: list[str] = []
         self.labels: list[int] = []
         for label, name in enumerate(self.classes):
-            found = [os.path.relpath(path, self.root) for path in _images_in(self.root / name)]
-            if not found:
+            files = [os.path.relpath(path, self.root) for path in _images_in(self.root / name)]
+            if not files:
                 raise ValueError(
                     f"root={str(root)!r}: class {name!r} has no images ({', '.join(EXTENSIONS)}):"
                     " remove the folder, or put images there"
                 )
-            self.files += found
-            self.labels += [label] * len(found)
+            self.files += files
+            self.labels += [label] * len(files)
 
     def file_states(self) -> NDArray[np.int64]:
-        """Return the size in bytes and the time in ns of each file, int64 of shape (rows, 2). Those
-        of a file that is not there are -1."""
+        """Return the size in bytes and the time in ns of each file, int64 of shape (rows, 2).
+
+        Both are -1 for a missing file.
+        """
         states = np.full((len(self.files), 2), -1, np.int64)
         for row, file in enumerate(self.files):
             with suppress(FileNotFoundError, NotADirectoryError):
@@ -91,7 +92,7 @@ class ImageFolder(Dataset[dict[str, Any]]):
             row: The row.
 
         Raises:
-            IndexError: There is no such row.
+            IndexError: The row is out of range.
             ImageError: The file cannot be decoded. The message names it.
             OSError: It cannot be read.
         """
@@ -114,4 +115,4 @@ def _images_in(folder: Path) -> Iterator[str]:
 
 
 def _raise(error: OSError) -> NoReturn:
-    raise error  # Otherwise the images of a folder that cannot be listed would be left out.
+    raise error  # Otherwise the images of a folder that cannot be listed would be skipped.

@@ -1,9 +1,9 @@
-"""Streams: datasets that are iterated over, of a length that is known only at their end.
+"""Streams: iterable datasets, whose length is known only at their end.
 
-Where a row lies in a store depends on the number of rows. So the rows of a stream are first written
-to a temporary file, piece by piece; then the store is built from these pieces. A second pass over
-the stream would need no such file, but a generator gives its rows once, and a stream need not give
-the same rows twice.
+The location of a row in a store depends on the number of rows. So the rows of a stream are first
+written to a temporary file in blocks, and the store is built from these blocks. A second pass over
+the stream would need no file, but a generator yields its rows once, and other streams may yield
+different rows.
 """
 
 import pickle
@@ -37,14 +37,14 @@ from lightning_memmap.store.workers import RowNumbers
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a dataset is iterated over: an ``IterableDataset``, a generator, another iterable."""
+    """Return whether a dataset is an ``IterableDataset``, a generator or another iterable."""
     kind = type(dataset)
     is_iterable = hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__")
     return isinstance(dataset, IterableDataset) or is_iterable
 
 
 def is_read_once(dataset: Any) -> bool:
-    """Whether a dataset gives its rows once, as a generator does."""
+    """Return whether a dataset yields its rows only once, like a generator."""
     return is_stream(dataset) and hasattr(type(dataset), "__next__")
 
 
@@ -64,41 +64,43 @@ class Spool:
 
     def __init__(self, stream: Any, directory: Path, advance: Advance, declared: Declared) -> None:
         self._directory = directory
-        #: Where the rows, and the bytes, of each piece end.
-        self._ends, self._places = [0], [0]
+        #: The first row of each block, and the number of rows.
+        self._starts = [0]
+        #: The first byte of each block in the file, and the number of bytes.
+        self._offsets = [0]
         samples = map(copied, samples_of(stream))
-        piece = list(islice(samples, NUM_PROBES))
-        if not piece:
-            read = " A generator gives its rows once." if is_read_once(stream) else ""
+        block = list(islice(samples, NUM_PROBES))
+        if not block:
+            read = " A generator yields its rows once." if is_read_once(stream) else ""
             raise ValueError(f"the dataset is empty: there is nothing to store.{read}")
-        self._first = piece[0]
-        more = islice(enumerate(samples, len(piece)), MAX_PROBES - len(piece))
-        self.schema = find_schema(piece, list(range(len(piece))), declared, more)
+        self._first = block[0]
+        more = islice(enumerate(samples, len(block)), MAX_PROBES - len(block))
+        self.schema = find_schema(block, list(range(len(block))), declared, more)
         with ExitStack() as stack:
             self._file = stack.enter_context(tempfile.TemporaryFile(dir=directory))
-            while piece:
-                self._append(piece)
-                advance(len(piece))
-                piece = list(islice(samples, rows_at_once(self.row_bytes)))
+            while block:
+                self._append(block)
+                advance(len(block))
+                block = list(islice(samples, rows_at_once(self.row_bytes)))
             stack.pop_all()
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return self._starts[-1]
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row, on average."""
-        return self._places[-1] // len(self)
+        return self._offsets[-1] // len(self)
 
     def read(self, rows: RowNumbers) -> list[Values]:
         """Read rows; see `lightning_memmap.store.sources.Source`."""
-        pieces, back = by_piece(rows, np.array(self._ends[1:]))
-        found = [[each.take(within) for each in self._piece(piece)] for piece, within in pieces]
-        return join_values(found, back)
+        blocks, back = by_piece(rows, np.array(self._starts[1:]))
+        values = [[field.take(rows) for field in self._block(index)] for index, rows in blocks]
+        return join_values(values, back)
 
     def hash_row(self, row: int) -> str:
         """Hash a row; see `lightning_memmap.store.samples.hash_row`."""
-        return hash_row([next(each.rows()) for each in self.read(range(row, row + 1))])
+        return hash_row([next(field.rows()) for field in self.read(range(row, row + 1))])
 
     def close(self) -> None:
         """Remove the file."""
@@ -108,24 +110,27 @@ class Spool:
         rows = range(len(self), len(self) + len(samples))
         stacked = stack_rows(samples, rows, self.schema, lambda: self._first)
         try:
-            pickle.dump([(leaf_bytes(each.data), each.sizes) for each in stacked], self._file, 5)
-            self._places.append(self._file.tell())
+            leaves = [(leaf_bytes(values.data), values.sizes) for values in stacked]
+            pickle.dump(leaves, self._file, 5)
+            self._offsets.append(self._file.tell())
             self._file.flush()
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"after {len(self)} rows of the stream, which are kept beside the store until all"
-                f" have come: {error.strerror}: make room, or choose a directory on a larger disk",
+                f"after {len(self)} rows of the stream, which are kept in a temporary file until"
+                f" all have arrived: {error.strerror}. Free disk space, or choose a directory on a"
+                " larger disk",
                 str(self._directory),
             ) from error
-        self._ends.append(rows.stop)
+        self._starts.append(rows.stop)
 
-    def _piece(self, number: int) -> list[Values]:
-        """The rows of a piece."""
-        self._file.seek(self._places[number])
-        found, num_rows = pickle.load(self._file), self._ends[number + 1] - self._ends[number]
+    def _block(self, index: int) -> list[Values]:
+        """Read the rows of a block."""
+        self._file.seek(self._offsets[index])
+        leaves = pickle.load(self._file)
+        num_rows = self._starts[index + 1] - self._starts[index]
         values = list[Values]()
-        for field, (data, sizes) in zip(self.schema.fields, found, strict=True):
+        for field, (data, sizes) in zip(self.schema.fields, leaves, strict=True):
             count = num_rows if sizes is None else int(sizes.prod(axis=1).sum())
             items = as_tensor(data).view(field.dtype).view(count, *field.item_shape)
             values.append(Values(items, sizes))

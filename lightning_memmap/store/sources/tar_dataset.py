@@ -103,8 +103,8 @@ class TarDataset(_TarSamples, Dataset[dict[str, Any]]):
 
     The members of one sample follow one another: ``photos/0001.jpg`` and ``photos/0001.cls`` make
     the sample ``{"__key__": "photos/0001", "jpg": ..., "cls": ...}``. The key ends at the first dot
-    of the name without its folders; endings are in lower case. What a member becomes depends on the
-    last part of its ending:
+    of the name without its folders; endings are in lower case. The last part of the ending decides
+    the type of a member:
 
     - ``cls``, ``cls2``, ``class``, ``index``, ``inx``, ``id``, ``count``: an int
     - ``txt``, ``text``, ``transcript``: a str, from UTF-8
@@ -118,19 +118,18 @@ class TarDataset(_TarSamples, Dataset[dict[str, Any]]):
     The first use scans the headers of each tar file, and keeps where its members are in a cache:
     ``tars`` in the directory that the environment variable ``LIGHTNING_MEMMAP_CACHE`` names, by
     default ``~/.cache/lightning_memmap``. A file whose size or time changes is scanned again.
-    Nothing is extracted to the disk. Links, folders and members without an ending are left out.
+    Nothing is extracted to the disk. Links, folders and members without an ending are skipped.
 
     Args:
-        tars: The tar files, which are not compressed: a path, which may have ``{000..003}``,
-            ``{train,extra}`` or ``*`` in it, or a list of such. They are read in this order; those
-            that ``*`` stands for, sorted by name.
-        fields: What a sample consists of, by name of the field: an ending, or several of which
-            each sample has one, such as ``{"image": "jpg;png", "label": "cls"}``. ``__key__``
-            stands for the key. By default a sample has its key and all its members. Other members
-            are not read.
-        mode: As of `lightning_memmap.schema.Decode`: images are decoded. By default they stay
+        tars: The uncompressed tar files: a path or a list of paths, which may contain
+            ``{000..003}``, ``{train,extra}`` or ``*``. They are read in this order, and the files
+            that match a ``*`` are sorted by name.
+        fields: The members of a sample, by field: an ending, or several endings of which each
+            sample has one, such as ``{"image": "jpg;png", "label": "cls"}``. ``__key__`` is the
+            key. Other members are not read. By default a sample has its key and all its members.
+        mode: Decode images in this mode; see `lightning_memmap.schema.Decode`. By default they stay
             encoded.
-        size: As there.
+        size: Size of decoded images; see `lightning_memmap.schema.Decode`.
 
     Attributes:
         tars: The path of each tar file.

@@ -19,18 +19,17 @@ class TokenStream(Dataset[dict[str, NDArray[Any]]]):
 
     The stream is cut into rows, each a sample ``{"tokens": array}``. With
     ``windows=Windows("tokens", length, stride)``, and the same length and stride here, each
-    window of the stream is there exactly once: a row begins at a multiple of the stride, and
+    window of the stream appears exactly once: a row begins at a multiple of the stride, and
     repeats the last ``length - stride`` tokens of the row before. Shorter windows that begin in
-    these tokens come in both rows, and longer ones do not cross the cuts.
+    these tokens appear in both rows, and longer ones do not cross the cuts.
 
     Args:
         tokens: An array or tensor of one dimension; or a file, whose bytes are mapped.
         length: Tokens of a window, at least 1.
-        stride: Tokens from the beginning of a window to that of the next one; by default as many as
-            its length.
-        dtype: Of the tokens of a file, such as ``uint16``. In a text, each byte is one.
-        start: The share of the stream before the first token, such as 0.9 for its last tenth.
-        stop: The share of the stream before the end.
+        stride: Tokens between the starts of successive windows; by default the length.
+        dtype: The dtype of the tokens of a file, such as ``uint16``. In a text, each byte is one.
+        start: The fraction of the stream before the first token, such as 0.9 for its last tenth.
+        stop: The fraction of the stream before the end.
         row_tokens: Tokens of a row, roughly. A row is the least that a build reads at once.
 
     Raises:
@@ -60,17 +59,17 @@ class TokenStream(Dataset[dict[str, NDArray[Any]]]):
             check_number(f"TokenStream: {name}", share)
         if not 0 <= start < stop <= 1:
             raise ValueError(f"TokenStream: start={start}, stop={stop}: shares from 0 to 1")
-        found: Any = tokens
+        stream: Any = tokens
         if isinstance(tokens, (str, Path)):
-            found = _map(local_path(tokens), dtype)
+            stream = _map(local_path(tokens), dtype)
         elif isinstance(tokens, Tensor):
-            found = tokens.numpy()
-        if not isinstance(found, np.ndarray) or found.ndim != 1:
+            stream = tokens.numpy()
+        if not isinstance(stream, np.ndarray) or stream.ndim != 1:
             raise ValueError(
-                f"TokenStream: tokens of shape {getattr(found, 'shape', None)}: give an array of"
-                " one dimension, or the path of a file"
+                f"TokenStream: tokens of shape {getattr(stream, 'shape', None)}: must be an array"
+                " of one dimension, or the path of a file"
             )
-        self.tokens = found[int(start * len(found)) : int(stop * len(found))]
+        self.tokens = stream[int(start * len(stream)) : int(stop * len(stream))]
         self.length, self.stride = length, stride
         if len(self.tokens) < length:
             raise ValueError(

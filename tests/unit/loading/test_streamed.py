@@ -219,7 +219,7 @@ class TestFailures:
         path = tmp_path / "rows"
         store = build_store(NumberedRows(400), path, num_shards=4, progress=False)
         build_store(NumberedRows(400, 3), path, num_shards=4, overwrite=True, progress=False)
-        with pytest.raises(StoreError, match="replaced or removed meanwhile"):
+        with pytest.raises(StoreError, match="replaced or removed"):
             make_split(store, residency="stream")
 
 

@@ -21,12 +21,14 @@ from lightning_memmap.sampling.rows import Shards
 from lightning_memmap.schema.forms import Declared
 from lightning_memmap.store import Damage, build_store, open_store, verify_store, writing
 from lightning_memmap.store import building as building_module
-from lightning_memmap.store.build import Asked
-from lightning_memmap.store.building import KEPT, WRITTEN, Building, Journal
+from lightning_memmap.store import journal as journal_module
+from lightning_memmap.store.building import Building
 from lightning_memmap.store.columns import FixedColumn
 from lightning_memmap.store.directory import StoreDirectory
 from lightning_memmap.store.growing import BackgroundBuild, Serving, open_growing
+from lightning_memmap.store.journal import KEPT, WRITTEN, Journal
 from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.request import BuildRequest
 from lightning_memmap.store.workers import RowRanges
 from tests.datasets import Logged, Numbered, Wrapped, holds
 from tests.unit.store.layout import files_of
@@ -45,7 +47,7 @@ def test_missing_rows_are_dealt_once_whatever_they_cost(
 ) -> None:
     directory = tmp_path_factory.mktemp("journal")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(building_module, "_MARKED_ROWS", block)
+        patch.setattr(journal_module, "_MARKED_ROWS", block)
         journal = Journal(directory, range(0, 400))
         journal.mark(range(0, 400), WRITTEN)
         journal.mark(np.array(done, np.int64), KEPT)
@@ -108,7 +110,7 @@ def test_background_build_that_failed_is_resumed_by_the_same_process(
 
     def build(kind: type[Logged], log: str) -> set[str]:
         dataset = kind(Numbered(100), tmp_path / log)
-        asked = Asked(dataset, tmp_path / "s", None, 1, "one", Declared(), progress=False)
+        asked = BuildRequest(dataset, tmp_path / "s", None, 1, "one", Declared(), progress=False)
         building = BackgroundBuild({"train": asked}, 1, lambda stores: first, 9)
         store = open_growing(tmp_path / "s")
         assert store is not None
@@ -260,8 +262,8 @@ def test_full_disk_at_the_start_of_a_resumed_build_names_the_store(
         raise OSError(code, os.strerror(code), str(generation / "serving"))
 
     monkeypatch.setattr(Serving, "make", make)
-    asked = Asked(Numbered(30), tmp_path / "s", None, 1, None, Declared(), progress=False)
-    with pytest.raises(OSError, match="room") as raised:
+    asked = BuildRequest(Numbered(30), tmp_path / "s", None, 1, None, Declared(), progress=False)
+    with pytest.raises(OSError, match="space") as raised:
         BackgroundBuild({"train": asked}, 1, lambda _: {}, 8)
     assert raised.value.errno == code
     assert raised.value.filename == str(tmp_path / "s")

@@ -16,11 +16,11 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.schema.forms import Declared, read_declared
 from lightning_memmap.store import Store, build_part, build_store, finish_store, open_store
-from lightning_memmap.store.build import Asked
 from lightning_memmap.store.building import unfinished_build
 from lightning_memmap.store.directory import KEY, StoreDirectory, is_store
 from lightning_memmap.store.growing import BackgroundBuild, GrowingStore, open_growing
 from lightning_memmap.store.joined import JoinedStore
+from lightning_memmap.store.request import BuildRequest
 from tests.datasets import Numbered, NumberedSet, Replaced, Slow, holds
 from tests.unit.store.layout import rows_there
 
@@ -30,7 +30,9 @@ def growing(
     path: Path, dataset: Any, variable: Mapping[str, int] | None = None
 ) -> Iterator[GrowingStore]:
     """A store while it is built."""
-    asked = Asked(dataset, path, None, 1, "one", read_declared(variable, None), progress=False)
+    asked = BuildRequest(
+        dataset, path, None, 1, "one", read_declared(variable, None), progress=False
+    )
     building = BackgroundBuild({"train": asked}, 1, lambda stores: {}, 9)
     try:
         store = open_growing(path)
@@ -91,7 +93,9 @@ def test_two_builds_of_the_same_stores_do_not_wait_for_each_other(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = {
-        name: Asked(Numbered(20), tmp_path / name, None, 1, "one", Declared(), progress=False)
+        name: BuildRequest(
+            Numbered(20), tmp_path / name, None, 1, "one", Declared(), progress=False
+        )
         for name in ("b", "a")
     }
     with ThreadPoolExecutor(1) as pool:

@@ -142,7 +142,7 @@ def test_part_of_a_random_dataset_removes_nothing_but_its_own_rows(tmp_path: Pat
     with pytest.raises(DatasetError, match=r"row 33.*dataset is random"):
         build_part(_Changing(60, other), path, (1, 2), **options)
     assert other.exists()
-    with pytest.raises(StoreError, match="not all are written: part 1 is missing"):
+    with pytest.raises(StoreError, match="part 1 is missing"):
         finish_store(path, **QUIET)
     build_part(Numbered(60), path, (1, 2), **options)
     assert holds(finish_store(path, **QUIET), Numbered(60))
@@ -159,7 +159,7 @@ def test_one_part_by_two_processes_at_once_is_an_error(server: BuildServer, tmp_
         sleep(0.001)
     options: Any = {**QUIET, "num_shards": 3, "fingerprint": "version 0"}
     with pytest.raises(
-        StoreError, match=r"part 1 of 3 .* is being written by another process: give each"
+        StoreError, match=r"part 1 of 3 .* is being written by another process"
     ) as raised:
         build_part(Numbered(NUM_ROWS), tmp_path / "s", (1, 3), **options)
     assert "another build" not in str(raised.value)
@@ -202,9 +202,9 @@ def test_parts_of_different_builds_are_an_error(
         (
             (8, 8),
             ValueError,
-            "part=8/8: parts are counted from 0, so that they are 0/8 to 7/8 .*0-7",
+            "part=8/8.*0-7",
         ),
-        ((-1, 8), ValueError, "counted from 0"),
+        ((-1, 8), ValueError, "part=-1/8"),
         ((0, 0), ValueError, "a store has 1 to"),
         ((0.5, 2), TypeError, r"0\.5"),
         (3, TypeError, r"like \(0, 8\)"),
@@ -219,7 +219,7 @@ def test_number_of_a_part_that_cannot_be_is_refused(
 
 
 def test_part_of_a_stream_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="give a map-style dataset"):
+    with pytest.raises(ValueError, match="part=0"):
         build_part(iter([1, 2]), tmp_path / "s", (0, 2), **QUIET)
 
 

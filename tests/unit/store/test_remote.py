@@ -495,9 +495,9 @@ def test_what_is_refused_is_not_tried_again(
 
 
 def test_url_where_a_directory_is_needed_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is a URL, and this needs a directory"):
+    with pytest.raises(ValueError, match="is a URL"):
         build_store(Numbered(5), "s3://bucket/s", progress=False)
-    with pytest.raises(ValueError, match="give one like s3://bucket"):
+    with pytest.raises(ValueError, match="s3://bucket"):
         pull_store(str(tmp_path), tmp_path / "s")
 
 

@@ -83,7 +83,7 @@ def test_rows_of_a_stream_that_differ_late_are_refused_with_a_declaration_that_h
 @pytest.mark.parametrize(
     ("samples", "error", "message"),
     [
-        ([], ValueError, "the dataset is empty.* gives its rows once"),
+        ([], ValueError, "the dataset is empty.*generator"),
         ([1, 2, "three"], SchemaError, "row 2, the sample: found"),
         ([{"x": 1}, {"y": 1}], SchemaError, "row 1, the sample: found dict"),
         ([object()], SchemaError, "row 0, the sample: found object"),
@@ -105,7 +105,7 @@ def test_stream_that_fills_the_disk_says_where_and_leaves_nothing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(streams.pickle, "dump", is_full)
-    with pytest.raises(OSError, match=r"0 rows of the stream.*No space left.*make room") as found:
+    with pytest.raises(OSError, match=r"0 rows of the stream.*No space left") as found:
         build_store(Stream(Numbered(50), 50), tmp_path / "s", progress=False)
     assert str(found.value.filename) == str(tmp_path / "s")
     assert is_empty(tmp_path / "s")
@@ -116,7 +116,7 @@ def test_stream_that_fills_the_disk_says_where_and_leaves_nothing(
     [
         (Stream(Numbered(40, version=1), 40), "row 0 of the dataset differs"),
         (Stream(Numbered(40), 39), "the dataset has 39 rows, the store 40"),
-        (Stream(Numbered(41), 41), "more rows than the store, which has 40"),
+        (Stream(Numbered(41), 41), "more rows than the store .40"),
         (Stream([*map(Numbered(39).__getitem__, range(39)), Numbered(1)[0]], 40), "row 39 of"),
         (Stream([1] * 40, 40), "row 0, the sample: found int"),
     ],
@@ -132,7 +132,7 @@ def test_store_of_the_same_stream_is_used_and_of_another_one_refused(
     assert (tmp_path / "s" / "manifest.json").read_bytes() == manifest
     with pytest.raises(DatasetError, match=message):
         build_store(other, tmp_path / "s", progress=False)
-    with pytest.raises(ValueError, match=r"num_workers=2 with a Stream: .* give num_workers=0"):
+    with pytest.raises(ValueError, match=r"num_workers=2 with a Stream"):
         build_store(other, tmp_path / "s", num_workers=2)
 
 
@@ -142,9 +142,9 @@ def test_generator_is_recognised_by_a_fingerprint_alone(tmp_path: Path) -> None:
 
     build_store(rows(), tmp_path / "s", fingerprint="one", progress=False)
     assert holds(build_store(rows(), tmp_path / "s", fingerprint="one"), Numbered(9))
-    with pytest.raises(DatasetError, match="fingerprint='two', and that of the store is 'one'"):
+    with pytest.raises(DatasetError, match=r"fingerprint='two'.*'one'"):
         build_store(rows(), tmp_path / "s", fingerprint="two")
-    with pytest.raises(DatasetError, match=r"a generator gives its rows once.* fingerprint"):
+    with pytest.raises(DatasetError, match=r"a generator .* fingerprint"):
         build_store(rows(), tmp_path / "s")
 
 
@@ -195,7 +195,7 @@ def test_data_module_of_a_stored_generator_needs_its_fingerprint(tmp_path: Path)
         data.setup("fit")
         assert (next(data.train_dataset, None) is not None) == is_built  # It was not read.
     MemmapDataModule(pairs(), store_dir=tmp_path / "b").prepare_data()
-    with pytest.raises(DatasetError, match=r"gives its rows once.* give a fingerprint"):
+    with pytest.raises(DatasetError, match=r"fingerprint"):
         MemmapDataModule(pairs(), store_dir=tmp_path / "b").prepare_data()
 
 

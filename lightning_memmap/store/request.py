@@ -1,0 +1,123 @@
+"""A request to build a store: the dataset and the options of the user, checked."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from reprlib import repr as short_repr
+from typing import Any
+
+from torch.utils.data import Subset
+
+from lightning_memmap.errors import with_article
+from lightning_memmap.sampling.rows import Shards, default_shards
+from lightning_memmap.schema.forms import Declared
+from lightning_memmap.store.directory import StoreDirectory
+from lightning_memmap.store.identity import Fingerprint, check_fingerprint
+from lightning_memmap.store.manifest import Manifest, are_class_names, check_num_shards
+from lightning_memmap.store.paths import store_directory
+from lightning_memmap.store.progress import ShowProgress, show_progress
+from lightning_memmap.store.samples import Probes, take_probes
+from lightning_memmap.store.sources.column_dataset import way_out
+from lightning_memmap.store.sources.source import telling_samples
+from lightning_memmap.store.sources.stream import is_stream
+from lightning_memmap.store.workers import Workers, check_num_workers
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """The arguments of a build, checked."""
+
+    dataset: Any
+    path: str | Path
+    num_shards: int | None
+    num_workers: int
+    fingerprint: str | None
+    declared: Declared
+    progress: bool = True
+    #: The name of the argument that sets the path, for messages.
+    argument: str = "path"
+
+    def __post_init__(self) -> None:
+        if (instead := way_out(self.dataset)) is not None:
+            raise TypeError(f"dataset: {instead}")
+        if self.num_shards is not None:
+            check_num_shards(self.num_shards)
+        check_num_workers(self.num_workers)
+        check_fingerprint(self.fingerprint)
+
+    @property
+    def directory(self) -> StoreDirectory:
+        """The directory of the store."""
+        return StoreDirectory(store_directory(self.path))
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the dataset is iterated over."""
+        return is_stream(self.dataset)
+
+    def shards(self, num_rows: int) -> Shards:
+        """Divide rows into shards."""
+        return Shards(num_rows, int(self.num_shards or default_shards(num_rows)))
+
+    @property
+    def show(self) -> ShowProgress:
+        """A context manager that shows the progress."""
+        return partial(show_progress, hidden=not self.progress)
+
+    @cached_property
+    def identity(self) -> Fingerprint:
+        """The identity of the dataset. Use it before a row is read: a dataset may cache rows."""
+        if not self.is_stream:
+            check_length(self.dataset)
+        return Fingerprint.of(self.dataset, self.fingerprint)
+
+    def probes(self, workers: Workers) -> Probes:
+        """Read the probe rows."""
+        return take_probes(workers, len(self.dataset), self.declared, telling_samples)
+
+    def draft(self, rows: Any, probes: Probes, identity: Fingerprint, **more: str) -> Manifest:
+        """Make the manifest of the store before a row is written."""
+        shards = self.shards(len(rows))
+        return Manifest.draft(
+            shards.num_rows,
+            shards.num_shards,
+            probes.schema,
+            probes=probes.digests,
+            fingerprint=identity,
+            classes=class_names_of(self.dataset),
+            source={"dataset": class_name_of(self.dataset), **more},
+        )
+
+
+def class_name_of(dataset: Any) -> str:
+    """Return the qualified class name of a dataset."""
+    kind = type(dataset)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def class_names_of(dataset: Any) -> tuple[str, ...]:
+    """Return the names of a dataset's classes, by label."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    names = getattr(dataset, "classes", None)
+    columns = getattr(dataset, "features", None)
+    if names is None and isinstance(columns, Mapping):
+        # In a Hugging Face dataset the column of labels has the names. Several are ambiguous.
+        label_columns = [column for column in columns.values() if hasattr(column, "names")]
+        names = label_columns[0].names if len(label_columns) == 1 else None
+    return tuple(names) if isinstance(names, (list, tuple)) and are_class_names(names) else ()
+
+
+def check_length(dataset: Any) -> int:
+    """Return the length of a dataset, which must be at least 1."""
+    try:
+        num_rows = len(dataset)
+    except TypeError as error:
+        raise TypeError(
+            f"dataset={short_repr(dataset)}: {with_article(type(dataset).__name__)} has no length"
+            f" ({error}): pass a map-style dataset with __len__ and __getitem__, or an iterable"
+        ) from error
+    if num_rows < 1:
+        raise ValueError("the dataset is empty: there is nothing to store")
+    return num_rows
