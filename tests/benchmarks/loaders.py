@@ -1,6 +1,6 @@
 """Loaders over stores, as the data module makes them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ def make_loader(
     batch_size: int,
     residency: str,
     window: int | None = None,
-    windows: Mapping[str, Windows] | None = None,
+    windows: Windows | None = None,
     **options: Any,
 ) -> SuperBatchLoader:
     """A shuffled loader, once its rows are where they belong.
@@ -33,11 +33,11 @@ def make_loader(
         batch_size: Rows per data device and step.
         residency: Where the rows live, with memory for all of them.
         window: Rows of a shard that are shuffled together; all of them by default.
-        windows: How fields are cut into windows, by name.
+        windows: The windows that fields are cut into, if any.
         **options: As for `SuperBatchLoader`.
     """
     topology = DataTopology(tuple(devices))
-    chosen = windowed(store, store.rows(), windows or {})
+    chosen = windowed(store, store.rows(), windows)
     pool = divide("train", chosen, store.num_shards, topology)
     if window is None and residency == "stream":
         row_bytes = store.manifest.row_bytes * store.num_rows / chosen.num_rows
