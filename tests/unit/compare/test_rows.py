@@ -54,7 +54,7 @@ def test_rows_read_one_by_one_have_the_hashes_of_a_loader(
     for epoch in range(2):
         loader.set_epoch(epoch)
         found += [hash_batch(super_batch) for super_batch in loader]
-    read = stored_batches(store, make_sampler(70, 6, 3, shuffle), {})
+    read = stored_batches(store, make_sampler(70, 6, 3, shuffle), {}, {})
     steps = [range(first, first + 12) for first in range(0, 60, 12)]
     assert [hash_batch(read(epoch, step)) for epoch in range(2) for step in steps] == found
     assert len(set(found)) == (10 if shuffle else 5)
