@@ -66,8 +66,8 @@ _ROOM_BYTES = 64 * 2**10
 _NUM_SYNCS = 4
 #: The most files that a process keeps open. It opens others again when it needs them.
 _MAX_OPEN_FILES = 64
-#: Rows whose marks are looked at together, and of which a call for each range costs nothing.
-_MARKED_ROWS, _MANY_ROWS = 2**24, 2**12
+#: Blocks of at least this many rows are marked with a call each.
+_MANY_ROWS = 2**12
 #: How long the workers of a killed build may take to end.
 _PATIENCE_S = 2.0
 #: In the source of a draft: the number of parts.

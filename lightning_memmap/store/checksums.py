@@ -94,7 +94,7 @@ class ColumnChunks:
         return chunks
 
     def differing(self, checksums: bytes) -> list[Chunk]:
-        """Return the chunks whose checksums differ from those of the manifest."""
+        """Return the chunks whose checksums differ from the manifest."""
         expected = np.frombuffer(self._checksums, np.uint64)
         is_wrong = expected != np.frombuffer(checksums, np.uint64)
         chunks = list[Chunk]()

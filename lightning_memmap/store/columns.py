@@ -119,7 +119,8 @@ class FixedColumn(_Column):
         size = self.field.row_bytes
         if not size or not len(rows):
             return
-        file, data = files.open(self.rows_name), leaf_bytes(values.data.detach().cpu())
+        file = files.open(self.rows_name)
+        data = leaf_bytes(values.data.detach().cpu())
         if isinstance(rows, range):
             # As numbers, small rows are copied faster than as bytes.
             kind = "u" if size in (1, 2, 4, 8) else "V"
@@ -128,7 +129,8 @@ class FixedColumn(_Column):
             write_rows(file, self.shards.file_rows(rows), data.reshape(len(rows), size))
 
     def _write_range(self, file: int, first: int, data: NDArray[Any]) -> None:
-        size, step = self.field.row_bytes, self.shards.num_shards
+        size = self.field.row_bytes
+        step = self.shards.num_shards
         # Memory that is new costs more than a copy into it.
         memory = np.empty(-(-len(data) // step), data.dtype)
         # Every `step`-th row is of the same shard, in which these rows follow one another.
@@ -146,7 +148,8 @@ class FixedColumn(_Column):
 
     def open(self, directory: Path) -> MappedRows:
         """Open the column for reading."""
-        shape, dtype = (self.shards.num_rows, *self.field.item_shape), self.field.dtype
+        shape = (self.shards.num_rows, *self.field.item_shape)
+        dtype = self.field.dtype
         if not self.file_bytes:
             return MappedRows(self.shards, torch.empty(shape, dtype=dtype, device="cpu"))
         return MappedRows(self.shards, map_rows(directory / self.rows_name, dtype, shape))
@@ -268,7 +271,8 @@ class RaggedColumn(_Column):
         """Yield the bytes of rows, concatenated."""
         pieces: dict[int, NDArray[np.uint8]] = {}
         ends = np.cumsum(places[:, 2:].prod(axis=1)) * self.field.item_bytes
-        first, begin = 0, 0
+        first = 0
+        begin = 0
         while first < len(ends):
             end = max(first + 1, int(np.searchsorted(ends, begin + _JOIN_BYTES, side="right")))
             rows = places[first:end]
@@ -284,7 +288,8 @@ class RaggedColumn(_Column):
                 )
             if len(out):
                 yield out
-            first, begin = end, int(ends[end - 1])
+            first = end
+            begin = int(ends[end - 1])
 
     def open(self, directory: Path) -> ItemRows:
         """Open the column for reading."""

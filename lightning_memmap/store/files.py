@@ -78,7 +78,8 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
     """Write bytes at an offset of a file, in as many calls as it takes."""
     while data:
         written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
+        data = data[written:]
+        offset = offset + written
 
 
 def read_exactly(descriptor: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
@@ -106,7 +107,8 @@ def leaf_bytes(leaf: Tensor | NDArray[Any]) -> NDArray[np.uint8]:
 def write_rows(descriptor: int, locations: Integers, rows: NDArray[np.uint8]) -> None:
     """Write rows of one size into a file."""
     order = np.argsort(locations)
-    locations, size = locations[order], rows.shape[1]
+    locations = locations[order]
+    size = rows.shape[1]
     data = rows.take(order, axis=0).reshape(-1).data
     # One call for all rows whose locations follow one another.
     bounds = [0, *(np.flatnonzero(np.diff(locations) != 1) + 1).tolist(), len(rows)]
@@ -131,12 +133,12 @@ class OpenFiles:
     ) -> None:
         self._files: dict[str, int] = {}
         self.directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | SAFE_FLAGS)
-        #: Whether all must belong to this user, and to nobody else: a build resumes no others.
+        #: Whether all files must belong to this user alone: a build resumes only such files.
         self._is_own = is_own
         if is_own and os.fstat(self.directory).st_uid != os.geteuid():
             self.close()
             raise StoreError(f"{directory} belongs to another user")
-        #: Distinguishes the files that are made through this object from those of all others.
+        #: Distinguishes files that are created through this object from all others.
         self.number = secrets.randbits(63)
         self._max_open = max_open
 

@@ -37,11 +37,13 @@ _RELEASED = {
     *("transformers", "tokenizers", "huggingface_hub", "albumentations", "webdataset", "timm"),
 }
 _PLAIN_TYPES = {int, float, str, bool, types.NoneType}
-_MAX_PARTS, _MAX_ITEMS = 512, 2**20
+_MAX_PARTS = 512
+_MAX_ITEMS = 2**20
 _REST = "the rest of it"
 #: Arrays are hashed whole until this many bytes have been hashed, and in pieces from then on.
 _MAX_HASHED_BYTES = 2**26
-_NUM_PIECES, _PIECE_BYTES = 64, 2**20
+_NUM_PIECES = 64
+_PIECE_BYTES = 2**20
 #: Private attributes of other types, such as open files, may be made only when first needed.
 _SETTLED_TYPES = (
     str, bytes, bytearray, int, float, complex, os.PathLike, memoryview, array, types.FunctionType,
@@ -133,7 +135,8 @@ class _Reader:
     def _add(self, name: str, text: str) -> None:
         name = name[: MAX_TEXT_LENGTH // 2]
         if len(self.parts) >= _MAX_PARTS:
-            name, text = _REST, _digest((self.parts.get(_REST, "") + text).encode())
+            name = _REST
+            text = _digest((self.parts.get(_REST, "") + text).encode())
         self.parts[name] = text
 
     def _encode(self, value: Any) -> str:
@@ -185,7 +188,8 @@ class _Reader:
         if len(data) <= self._bytes_left:
             self._bytes_left -= len(data)
             return _digest(data.data)
-        digest, last = xxhash.xxh3_64(), max(0, len(data) - _PIECE_BYTES)
+        digest = xxhash.xxh3_64()
+        last = max(0, len(data) - _PIECE_BYTES)
         for start in np.linspace(0, last, _NUM_PIECES).astype(np.int64).tolist():
             digest.update(data[start : start + _PIECE_BYTES].data)
         return digest.hexdigest()

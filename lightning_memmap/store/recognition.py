@@ -118,7 +118,8 @@ def _compare_all(store: Store, dataset: Any, num_workers: int, progress: ShowPro
     if is_stream(dataset):
         _check_length(store, _compare_samples(store, samples_of(dataset)))
         return
-    rows, step = range(store.manifest.num_rows), rows_at_once(store.manifest.row_bytes)
+    rows = range(store.manifest.num_rows)
+    step = rows_at_once(store.manifest.row_bytes)
     blocks = (rows[first : first + step] for first in range(0, len(rows), step))
     with (
         progress("comparing", len(rows), store.manifest.row_bytes) as advance,
@@ -134,7 +135,8 @@ def _compare_rows(store: Store, dataset: Any, rows: range) -> None:
 
 def _compare_samples(store: Store, samples: Iterable[Any]) -> int:
     """Compare the first samples of a stream with the rows of a store. Returns their number."""
-    num_rows, samples = 0, map(copied, samples)
+    num_rows = 0
+    samples = map(copied, samples)
     while block := list(islice(samples, rows_at_once(store.manifest.row_bytes))):
         rows = range(num_rows, num_rows + len(block))
         if rows.stop > (num_stored := store.manifest.num_rows):

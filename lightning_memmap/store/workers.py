@@ -275,7 +275,7 @@ def give_way() -> None:
 
 
 def check_num_workers(num_workers: int) -> int:
-    """Check a number of processes that a user gives, and return it as an int of Python."""
+    """Check the num_workers argument of a user, and return it as an int."""
     num_workers = check_integer("num_workers", num_workers, 0, "0 or more processes")
     if num_workers > _MAX_WORKERS:
         raise ValueError(f"num_workers={num_workers}: at most {_MAX_WORKERS} processes")
@@ -297,7 +297,7 @@ def _our_errors() -> Iterator[None]:
 
 
 def _serve(parent: Connection, theirs: Connection, dataset: Any) -> None:
-    """What a worker process does."""
+    """Run the tasks of a worker process."""
     # Or else it would never hear that the other process has ended.
     theirs.close()
     end_with_starter()
@@ -307,14 +307,14 @@ def _serve(parent: Connection, theirs: Connection, dataset: Any) -> None:
     give_way()
     if multiprocessing.get_start_method() == "fork":
         _open_anew()
-    #: What a run makes of the dataset is kept for more of its tasks.
-    made = cache(lambda make: pickle.loads(make)(dataset))
+    #: The work of a run is made once for all of its tasks.
+    work_of = cache(lambda make: pickle.loads(make)(dataset))
     with suppress(EOFError, ConnectionError):
         while (message := parent.recv()) is not None:
             make, task, is_answered = message
             try:
                 with _our_errors():
-                    outcome = made(make)(task)
+                    outcome = work_of(make)(task)
             except BaseException as error:
                 outcome = _sendable(error)
             if is_answered:
@@ -322,11 +322,11 @@ def _serve(parent: Connection, theirs: Connection, dataset: Any) -> None:
 
 
 def _sendable(error: BaseException) -> Any:
-    """An error as it is sent. A large one would wait for who may be sending a large task."""
+    """Convert an error to one that can be sent. A large one might block both ends of the pipe."""
     with suppress(Exception):
-        found = ExceptionWithTraceback(error, error.__traceback__)
-        if len(pickle.dumps(found)) < _MOST_BYTES:
-            return found
+        with_traceback = ExceptionWithTraceback(error, error.__traceback__)
+        if len(pickle.dumps(with_traceback)) < _MOST_BYTES:
+            return with_traceback
     text = str(error) if isinstance(error, MemmapError) else describe_error(error)
     return DatasetError(f"{text[: _MOST_BYTES // 64]}...")
 
@@ -351,15 +351,17 @@ def _end_after(sentinel: int) -> None:
 
 
 def _open_anew() -> None:
-    """Give this process a position of its own in files that it shares since it was forked."""
-    # Where a dataset holds an open file, processes that move the one position that they share would
-    # read each other's rows. No process moves it before it has its own.
+    """Open the files again that this process shares since it was forked.
+
+    Otherwise the processes would share one position in each open file of the dataset, and read each
+    other's rows.
+    """
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # One that may no longer be opened stays shared.
             is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
             flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
             if is_file and flags & (os.O_ACCMODE | os.O_PATH) == os.O_RDONLY:
-                own = os.open(f"/proc/self/fd/{descriptor}", flags)
-                os.lseek(own, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
-                os.dup2(own, descriptor, inheritable=os.get_inheritable(descriptor))
-                os.close(own)
+                new = os.open(f"/proc/self/fd/{descriptor}", flags)
+                os.lseek(new, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
+                os.dup2(new, descriptor, inheritable=os.get_inheritable(descriptor))
+                os.close(new)

@@ -65,7 +65,8 @@ class Appended(NamedTuple):
 def write_missing(building: Building, workers: Workers, probes: Probes, show: ShowProgress) -> None:
     """Write the rows of the workers' dataset that are missing. The workers end with that."""
     assert building.journal is not None
-    missing, num_rows = building.missing(), len(building.journal.rows)
+    missing = building.missing()
+    num_rows = len(building.journal.rows)
     num_done = num_rows - sum(map(len, missing))
     make = writer_of(building, probes.row_bytes)
     with (
@@ -104,7 +105,8 @@ def run_writers(
     receive: Callable[[Any, float], None],
 ) -> None:
     """Run tasks that write rows. Sync the rows every few seconds, and after an error."""
-    last_sync, syncing = monotonic(), Future[None]()
+    last_sync = monotonic()
+    syncing = Future[None]()
     syncing.set_result(None)
 
     def sync() -> None:
@@ -117,7 +119,8 @@ def run_writers(
         if monotonic() - last_sync > JOURNAL_INTERVAL_S:
             # The workers wait only for a disk that takes longer than that.
             syncing.result()
-            last_sync, syncing = monotonic(), thread.submit(sync)
+            last_sync = monotonic()
+            syncing = thread.submit(sync)
 
     with threads(1) as thread:
         try:
@@ -144,7 +147,8 @@ class RangeWriter:
         def rows_of(num_bytes: int) -> int:
             return max(1, num_bytes // max(1, row_bytes))
 
-        self._draft, schema = draft, draft.schema
+        self._draft = draft
+        schema = draft.schema
         self.source = _source_of(dataset, schema, row_bytes)
         self._block_rows = min(_MAX_BLOCK_ROWS, rows_of(_BLOCK_BYTES))
         #: The most rows of a range.
@@ -153,7 +157,8 @@ class RangeWriter:
             self.max_rows = self._block_rows = rows_of(_SLICE_BYTES)
             if any(field.num_variable for field in schema.fields):
                 self.max_rows = min(_MAX_PACKED_ROWS, self.max_rows)
-        self._thread, self._writer = threads(1), RowWriter(generation, draft.columns, journal)
+        self._thread = threads(1)
+        self._writer = RowWriter(generation, draft.columns, journal)
         self._writing: Future[None] = Future()
         self._writing.set_result(None)
 
@@ -252,7 +257,8 @@ class TableWriter:
     """Writes rows into the files of a table that a `TableBuild` has made."""
 
     def __init__(self, path: Path, draft: Manifest, token: str) -> None:
-        self._draft, self.num_written = draft, 0
+        self._draft = draft
+        self.num_written = 0
         try:
             self._writer = RowWriter(path / token, draft.columns, JOURNAL)
         except (FileNotFoundError, NotADirectoryError):
@@ -263,7 +269,8 @@ class TableWriter:
 
     def write(self, rows: Sequence[int] | Integers, values: Sequence[Values]) -> None:
         """Write rows in any order."""
-        numbers, num_rows = np.asarray(rows, np.int64), self._draft.num_rows
+        numbers = np.asarray(rows, np.int64)
+        num_rows = self._draft.num_rows
         if not len(numbers):
             return
         if numbers.min() < 0 or numbers.max() >= num_rows:

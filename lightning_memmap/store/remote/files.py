@@ -39,9 +39,12 @@ _FINAL = (
     *(ImportError, NotImplementedError),
 )
 #: Over http(s): seconds to connect, without a byte, and for all bytes of one read.
-_CONNECT_S, _SILENCE_S, _READ_S = 10.0, 20.0, 300.0
+_CONNECT_S = 10.0
+_SILENCE_S = 20.0
+_READ_S = 300.0
 #: Seconds without an answer until a warning, and until the next warning.
-_SILENT_S, _SAID_AGAIN_S = 5.0, 30.0
+_SILENT_S = 5.0
+_SAID_AGAIN_S = 30.0
 _log = logging.getLogger(__name__)
 
 
@@ -71,7 +74,8 @@ class RemoteFiles:
         self._is_local = isinstance(self._system, LocalFileSystem)
         if self._is_local:  # Elsewhere there are no directories, and this might make a bucket.
             self._system = LocalFileSystem(auto_mkdir=True)
-        self._path, self._is_web = path.rstrip("/"), "http" in self._system.protocol
+        self._path = path.rstrip("/")
+        self._is_web = "http" in self._system.protocol
 
     def read(self, name: str, start: int, end: int, *, patience_s: float = math.inf) -> bytes:
         """Read part of a file; fewer bytes if the file ends, or if the server sends fewer."""
@@ -124,7 +128,8 @@ class RemoteFiles:
 
     def write(self, name: str, source: Path | bytes) -> None:
         """Upload a file, or write a small one. Object stores show it once it is complete."""
-        system, at = self._system, self._at(name)
+        system = self._system
+        at = self._at(name)
         if self._is_web:
             raise StoreError(f"{self.url / name} cannot be written: http(s):// can only be read")
         if isinstance(source, Path):
@@ -179,7 +184,8 @@ class RemoteFiles:
         return found
 
     def _tried(self, work: Callable[[], T], name: str, patience_s: float = math.inf) -> T:
-        where, pause_s = self.url / name if name else self.url, _FIRST_PAUSE_S
+        where = self.url / name if name else self.url
+        pause_s = _FIRST_PAUSE_S
         if is_offline():
             raise UnreachableError(f"{where} cannot be reached: {OFFLINE} is set")
         deadline = monotonic() + patience_s

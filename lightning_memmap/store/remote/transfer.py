@@ -35,7 +35,8 @@ from lightning_memmap.store.remote.shards import (
 from lightning_memmap.store.store import Store, open_directory
 
 #: In a generation at a URL: which one it replaces. It goes with that.
-_REPLACED, _MAX_NAME_BYTES = f"replaced{TEMPORARY}", 64
+_REPLACED = f"replaced{TEMPORARY}"
+_MAX_NAME_BYTES = 64
 
 
 def push_store(
@@ -61,7 +62,8 @@ def push_store(
     """
     directory = store_directory(path)
     store = open_directory(directory)
-    files, manifest = store.files, store.manifest
+    files = store.files
+    manifest = store.manifest
     remote = RemoteFiles(_url(url))
     before = remote.read_if_there(MANIFEST, MAX_MANIFEST_BYTES)
     old = _decoded(before, url)

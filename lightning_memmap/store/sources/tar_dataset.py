@@ -282,5 +282,6 @@ def _expanded(pattern: str) -> list[str]:
         choices = [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     else:
         choices = match[1].split(",")
-    before, after = pattern[: match.start()], pattern[match.end() :]
+    before = pattern[: match.start()]
+    after = pattern[match.end() :]
     return [path for choice in choices for path in _expanded(f"{before}{choice}{after}")]

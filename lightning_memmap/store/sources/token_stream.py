@@ -70,7 +70,8 @@ class TokenStream(Dataset[dict[str, NDArray[Any]]]):
                 " of one dimension, or the path of a file"
             )
         self.tokens = stream[int(start * len(stream)) : int(stop * len(stream))]
-        self.length, self.stride = length, stride
+        self.length = length
+        self.stride = stride
         if len(self.tokens) < length:
             raise ValueError(
                 f"TokenStream: length={length}, and the stream has {len(self.tokens)} tokens: use"
@@ -89,7 +90,8 @@ class TokenStream(Dataset[dict[str, NDArray[Any]]]):
         """
         if "tokens" not in windows.fields:
             return
-        length, stride = windows.length, windows.stride
+        length = windows.length
+        stride = windows.stride
         if (length, stride) != (self.length, self.stride) and len(self) > 1:
             warnings.warn(
                 f"TokenStream(length={self.length}, stride={self.stride}) is read in windows of"
@@ -106,7 +108,8 @@ class TokenStream(Dataset[dict[str, NDArray[Any]]]):
             raise IndexError(f"row {row}: the stream has {len(self)} rows")
         first = row * self._row_windows
         last = min(first + self._row_windows, self._num_windows) - 1
-        begin, end = first * self.stride, last * self.stride + self.length
+        begin = first * self.stride
+        end = last * self.stride + self.length
         return {"tokens": np.asarray(self.tokens[begin:end])}
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling.rows import Shards
 from lightning_memmap.schema.fields import Field
+from lightning_memmap.schema.forms import Declared
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store import build_store, open_store, verify_store
 from lightning_memmap.store import checksums as module
@@ -109,7 +110,7 @@ def test_damage_names_the_bytes_of_adjacent_chunks(
 
 
 def test_larger_store_has_larger_chunks_and_a_manifest_that_can_be_read() -> None:
-    schema = Schema.infer([torch.zeros(2**20, dtype=torch.uint8)], {})
+    schema = Schema.infer([torch.zeros(2**20, dtype=torch.uint8)], Declared())
     (field,) = schema.fields
     for num_rows, factor in ((10**6, 1), (2**22, 2), (2**26, 32)):
         column = FixedColumn(field, Shards(num_rows, 192))
