@@ -34,7 +34,12 @@ from lightning_memmap.store import TokenStream
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "placement.md"
 START, END = "<!-- plans -->\n", "<!-- end of plans -->\n"
 #: Devices, the memory of one, and of their host.
-MACHINES = [(1, "24GiB", "64GiB"), (1, "80GiB", "256GiB"), (8, "80GiB", "2TiB")]
+MACHINES = [
+    (1, "24GiB", "64GiB"),
+    (4, "24GiB", "256GiB"),
+    (4, "80GiB", "512GiB"),
+    (8, "80GiB", "2TiB"),
+]
 #: The training images of ImageNet-1k.
 IMAGENET = 1_281_167
 _NUM_FILES = 16

@@ -78,7 +78,7 @@ def figures(report: Report) -> Iterator[str]:
         yield f"| `{each.variant}` | {_range(each)} | {rate / best:.2f} | {rate / ideal:.2f} |"
     if max(rates.values()) > ideal:
         yield ""
-        yield "No loader is faster than none: beyond 1.00 it is the noise of runs."
+        yield "Values above 1.00 are run-to-run noise."
 
 
 def _reached(of_ideal: float) -> str:

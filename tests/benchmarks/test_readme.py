@@ -33,7 +33,7 @@ def test_figures_do_not_claim_to_be_faster_than_ideal() -> None:
     lucky = make_variant("memmap_superbatch", (5100.0, 5100.0))
     first, *_, last = figures(make_report(PLAIN, WORKERS, lucky, IDEAL))
     assert first.startswith("**2.5 times as fast as the best DataLoader, and at its upper bound**,")
-    assert last.startswith("No loader is faster than none")
+    assert "noise" in last
 
 
 def test_figures_say_how_near_the_weights_are() -> None:
