@@ -74,7 +74,7 @@ def test_batches_have_less_padding_than_shuffled_ones(tmp_path: Path, store: Sto
         (Bucketed("row", 12), {}, "field 'row': all its rows have one length"),
         (Bucketed("noise", 12), {}, "field 'noise': the store at"),
         (Bucketed([1], 12), {}, r"lengths of shape \(1,\), and the dataset has 180 rows"),
-        (Bucketed("sound", 12), {"shuffle": False}, "shuffle=False with a sampler"),
+        (Bucketed("sound", 12), {"shuffle": False}, "shuffle=False with sampler="),
     ],
 )
 def test_buckets_that_cannot_be_are_refused(
