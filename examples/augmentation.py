@@ -2,7 +2,7 @@
 
 They run on the data devices, on whole batches, and each row moves independently of the others.
 
-A ``Compose`` of Albumentations works per sample and on numpy arrays: docs/guides/albumentations.md
+A ``Compose`` of Albumentations works per sample and on numpy arrays: docs/guides/recipes.md
 shows how to use one.
 """
 

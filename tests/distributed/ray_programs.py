@@ -18,7 +18,7 @@ from tests.datasets import Numbered
 from tests.models import Points, Regression
 from tests.unit.store.build_server import Deadly
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "ray.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "clusters.md"
 NUM_ROWS, BATCH_SIZE, EPOCHS = 50, 4, 2
 PARTS_ROWS, NUM_PARTS = 600, 4
 

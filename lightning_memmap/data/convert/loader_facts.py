@@ -19,7 +19,7 @@ from lightning_memmap.errors import with_article
 from lightning_memmap.sampling.selection import Subset
 from lightning_memmap.sampling.weighted import Weighted
 
-_COLLATE = "docs/guides/collate.md"
+_COLLATE = "docs/guides/existing.md#a-custom-collate_fn"
 _LOADERS = "docs/guides/existing.md"
 _ORDER = "docs/data_order.md"
 _STREAMS = "docs/datasets.md"

@@ -321,7 +321,7 @@ def loader_of(*args: Any, **options: Any) -> Callable[[], Any]:
 
 
 NOT_CARRIED_OVER = [
-    ("train", loader_of(TRAIN, 8, collate_fn=collate), "collate_fn=collate.*guides/collate"),
+    ("train", loader_of(TRAIN, 8, collate_fn=collate), "collate_fn=collate.*guides/existing"),
     ("train", loader_of(TRAIN, None), "batch_size=None.*guides/existing"),
     (
         "train",
