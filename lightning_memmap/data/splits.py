@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from lightning_memmap.store.sources.column_dataset import is_dict_of_splits, way_out
+from lightning_memmap.store.sources.column_dataset import explain_non_dataset, is_dict_of_splits
 from lightning_memmap.store.sources.stream import is_stream
 from lightning_memmap.tensordict_types import tensordict_types
 
@@ -51,7 +51,7 @@ def has_several(datasets: Any) -> bool:
 def check_datasets(kind: str, datasets: Any) -> None:
     """Check the value of one of the dataset arguments."""
     if kind == "train" and is_dict_of_splits(datasets):
-        raise TypeError(f"train_dataset: {way_out(datasets)}")
+        raise TypeError(f"train_dataset: {explain_non_dataset(datasets)}")
     entries = _entries(datasets)
     if (isinstance(datasets, (list, tuple)) or _is_by_name(datasets)) and not datasets:
         raise ValueError(f"{kind}_dataset={datasets!r}: is empty: pass a dataset or None")
@@ -131,7 +131,7 @@ def _is_list_of_samples(value: Any) -> bool:
 
 
 def _not_a_dataset(name: str, value: Any) -> TypeError:
-    remedy = way_out(value) or (
+    remedy = explain_non_dataset(value) or (
         "pass a map-style dataset, with __len__ and __getitem__, or one that can be iterated over"
     )
     return TypeError(f"{name}={value!r}: {remedy}")

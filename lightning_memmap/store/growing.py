@@ -44,7 +44,7 @@ from lightning_memmap.store.open_columns import ItemRows, Located, MappedRows, R
 from lightning_memmap.store.request import BuildRequest, check_length
 from lightning_memmap.store.samples import Probes, RandomDatasetError, ReadAhead, read_probes
 from lightning_memmap.store.sources.column import as_range
-from lightning_memmap.store.sources.source import is_read_by_item, source_of, telling_samples
+from lightning_memmap.store.sources.source import is_read_by_item, representative_samples, source_of
 from lightning_memmap.store.store import PendingRows, Store, open_directory
 from lightning_memmap.store.workers import IN_HAND, RowNumbers, Workers, calling, give_way
 from lightning_memmap.store.writing import run_writers, writer_of
@@ -351,7 +351,7 @@ class BackgroundBuild:
             draft = Manifest.draft(shards.num_rows, shards.num_shards, _ANY_SCHEMA)
             planned[name] = Store(request.directory.path, draft, ())
         probers = {
-            name: calling(read_probes, request.declared, telling_samples)
+            name: calling(read_probes, request.declared, representative_samples)
             for name, request in asked.items()
         }
         identities = dict[str, Fingerprint]()
@@ -379,7 +379,7 @@ class BackgroundBuild:
             row_bytes = probes[name].typical_bytes
             building = Building.begin(path, draft, resume=True, row_bytes=row_bytes)
             self._locks[name].enter_context(building)
-            group_of = source_of(request.dataset, draft.schema).pieces()
+            group_of = source_of(request.dataset, draft.schema).row_groups()
             build = self._builds[name] = _Build(building, probes[name], group_of)
             if name in first:
                 build.begin(first[name], read_ahead.get(name, []))

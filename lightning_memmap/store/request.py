@@ -18,8 +18,8 @@ from lightning_memmap.store.manifest import Manifest, are_class_names, check_num
 from lightning_memmap.store.paths import store_directory
 from lightning_memmap.store.progress import ShowProgress, show_progress
 from lightning_memmap.store.samples import Probes, take_probes
-from lightning_memmap.store.sources.column_dataset import way_out
-from lightning_memmap.store.sources.source import telling_samples
+from lightning_memmap.store.sources.column_dataset import explain_non_dataset
+from lightning_memmap.store.sources.source import representative_samples
 from lightning_memmap.store.sources.stream import is_stream
 from lightning_memmap.store.workers import Workers, check_num_workers
 
@@ -39,7 +39,7 @@ class BuildRequest:
     argument: str = "path"
 
     def __post_init__(self) -> None:
-        if (instead := way_out(self.dataset)) is not None:
+        if (instead := explain_non_dataset(self.dataset)) is not None:
             raise TypeError(f"dataset: {instead}")
         if self.num_shards is not None:
             check_num_shards(self.num_shards)
@@ -74,7 +74,7 @@ class BuildRequest:
 
     def probes(self, workers: Workers) -> Probes:
         """Read the probe rows."""
-        return take_probes(workers, len(self.dataset), self.declared, telling_samples)
+        return take_probes(workers, len(self.dataset), self.declared, representative_samples)
 
     def draft(self, rows: Any, probes: Probes, identity: Fingerprint, **more: str) -> Manifest:
         """Make the manifest of the store before a row is written."""

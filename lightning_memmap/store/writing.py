@@ -28,7 +28,7 @@ from lightning_memmap.store.journal import WRITTEN
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.samples import Probes, hash_row, random_dataset_error
-from lightning_memmap.store.sources.source import Source, in_turn, source_of
+from lightning_memmap.store.sources.source import Source, concatenate_sources, source_of
 from lightning_memmap.store.store import Store, open_directory
 from lightning_memmap.store.workers import RowNumbers, RowRanges, Workers, threads
 
@@ -199,7 +199,7 @@ class RangeWriter:
 def _source_of(dataset: Any, schema: Schema, row_bytes: int) -> Source:
     if isinstance(dataset, Appended):
         sizes = [len(dataset.store), len(dataset.dataset)]
-        return in_turn([_source_of(part, schema, row_bytes) for part in dataset], sizes)
+        return concatenate_sources([_source_of(part, schema, row_bytes) for part in dataset], sizes)
     if isinstance(dataset, Store) and dataset.schema == schema:
         return Source(partial(_read_store, dataset))
     return source_of(dataset, schema, row_bytes)

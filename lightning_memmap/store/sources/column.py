@@ -18,12 +18,12 @@ class TableColumn(ABC):
     def rows(self, rows: RowNumbers) -> Branch:
         """Some rows."""
 
-    def telling(self) -> list[Any]:
+    def representative_values(self) -> list[Any]:
         """A few of its values, which show what all have: None and others, the shortest list and the
         longest. None where all are alike."""
         return []
 
-    def pieces(self) -> Integers | None:
+    def row_groups(self) -> Integers | None:
         """By row, in which piece of its files it is, where a piece is read as a whole."""
         return None
 
@@ -34,7 +34,7 @@ def as_range(rows: Integers) -> RowNumbers:
     return range(int(rows[0]), int(rows[-1]) + 1) if is_range else rows
 
 
-def by_piece(
+def split_by_group(
     rows: RowNumbers, ends: Integers
 ) -> tuple[list[tuple[int, RowNumbers]], Integers | None]:
     """The pieces in which rows are, by where each piece ends: its number, and its rows counted from

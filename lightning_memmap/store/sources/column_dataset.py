@@ -83,7 +83,7 @@ class ColumnDataset(Dataset[dict[str, Any]]):
         index %= self._num_rows
         return {name: column[index] for name, column in self.columns.items()}
 
-    def telling_samples(self) -> list[Any]:
+    def representative_samples(self) -> list[Any]:
         """Samples that show what all have; see `lightning_memmap.store.sources`."""
         found = {name: _telling_values(column) for name, column in self.columns.items()}
         count = max(map(len, found.values()))
@@ -94,9 +94,9 @@ class ColumnDataset(Dataset[dict[str, Any]]):
 
 
 def _telling_values(column: Any) -> list[Any]:
-    """Values of a column that show what all have; see `TableColumn.telling`."""
+    """Values of a column that show what all have; see `TableColumn.representative_values`."""
     if isinstance(column, TableColumn):
-        return column.telling()
+        return column.representative_values()
     rows = set[int]()
     if isinstance(column, np.ndarray) and column.ndim == 1:
         if column.dtype == object and set(map(type, column)) != {str}:
@@ -138,7 +138,7 @@ def _columns(given: Any, names: Sequence[str] | None) -> dict[str, Any]:
         table = _tables().pa.table(frame)
         return {name: table.column(name) for name in _chosen(names, table.column_names)}
     if is_dict_of_splits(given):
-        raise TypeError(f"columns: {way_out(given)}")
+        raise TypeError(f"columns: {explain_non_dataset(given)}")
     if isinstance(given, Dataset) or _library(given) == "datasets":
         raise TypeError(
             f"columns: {with_article(type(given).__name__)} has rows already: give it in place of"
@@ -276,7 +276,7 @@ def is_dict_of_splits(value: Any) -> bool:
     return isinstance(value, dict) and any(kind.__name__ in kinds for kind in type(value).__mro__)
 
 
-def way_out(value: Any) -> str | None:
+def explain_non_dataset(value: Any) -> str | None:
     """What to give in place of a value that is no dataset; None where it may be one."""
     kind = type(value).__name__
     if is_dict_of_splits(value):

@@ -30,7 +30,7 @@ from lightning_memmap.store.samples import SampleReader, rows_at_once
 from lightning_memmap.store.sources.column import (
     TableColumn,
     as_range,
-    by_piece,
+    split_by_group,
 )
 from lightning_memmap.store.sources.column_dataset import ColumnDataset, is_array_like
 from lightning_memmap.store.sources.stream import Spool
@@ -52,14 +52,14 @@ class Source:
     #: Reads rows of each field.
     read: Callable[[RowNumbers], list[Values]]
     #: By row, in which piece of its files it is, where a piece is read as a whole.
-    pieces: Callable[[], Integers | None] = lambda: None
+    row_groups: Callable[[], Integers | None] = lambda: None
     #: Whether rows are read many at once, and not made one by one.
     is_sliced: bool = True
 
     @property
     def order(self) -> Integers | None:
         """The order in which all rows are read fastest, piece by piece; None for their own."""
-        pieces = self.pieces()
+        pieces = self.row_groups()
         if pieces is None or (np.diff(pieces) >= 0).all():
             return None
         return np.argsort(pieces, kind="stable")
@@ -99,16 +99,16 @@ def is_read_by_item(dataset: Any) -> bool:
     return not (is_known or _is_array(dataset) or _is_hugging_face(dataset))
 
 
-def in_turn(sources: Sequence[Source], sizes: Sequence[int]) -> Source:
+def concatenate_sources(sources: Sequence[Source], sizes: Sequence[int]) -> Source:
     """The rows of several sources, one source after the other."""
     ends = np.cumsum(sizes, dtype=np.int64)
 
     def read(rows: RowNumbers) -> list[Values]:
-        parts, back = by_piece(rows, ends)
+        parts, back = split_by_group(rows, ends)
         return join_values([sources[part].read(within) for part, within in parts], back)
 
-    def pieces() -> Integers | None:
-        found = [source.pieces() for source in sources]
+    def row_groups() -> Integers | None:
+        found = [source.row_groups() for source in sources]
         if all(each is None for each in found):
             return None
         # The pieces of each come after those of all before it.
@@ -119,10 +119,10 @@ def in_turn(sources: Sequence[Source], sizes: Sequence[int]) -> Source:
             ]
         )
 
-    return Source(read, pieces, all(source.is_sliced for source in sources))
+    return Source(read, row_groups, all(source.is_sliced for source in sources))
 
 
-def telling_samples(dataset: Any) -> list[Any]:
+def representative_samples(dataset: Any) -> list[Any]:
     """Samples of the values of a table, which show what is None in some rows or differs in length.
 
     Each has values of several rows. There are none of datasets that are no tables. Of a ``Subset``,
@@ -130,14 +130,14 @@ def telling_samples(dataset: Any) -> list[Any]:
     """
     kind = type(dataset)
     if kind is Subset:
-        return telling_samples(dataset.dataset)
+        return representative_samples(dataset.dataset)
     if kind is ConcatDataset:
-        return [*chain.from_iterable(map(telling_samples, dataset.datasets))]
+        return [*chain.from_iterable(map(representative_samples, dataset.datasets))]
     if _is_hugging_face(dataset):
         from lightning_memmap.store.sources.tables import hugging_face_samples
 
         return hugging_face_samples(dataset)
-    return dataset.telling_samples() if kind is ColumnDataset else []
+    return dataset.representative_samples() if kind is ColumnDataset else []
 
 
 def _is_hugging_face(dataset: Any) -> bool:
@@ -153,7 +153,7 @@ def _source_of(dataset: Any, node: Node, *, any_array: bool = False) -> Source |
     """
     kind = type(dataset)
     if isinstance(dataset, TableColumn):
-        return Source(partial(_read_column, dataset.rows, node), dataset.pieces)
+        return Source(partial(_read_column, dataset.rows, node), dataset.row_groups)
     if _is_array(dataset) or (any_array and is_array_like(dataset)):
         rows_of = partial(_rows_of_array, dataset)
         return Source(partial(_read_column, rows_of, node))
@@ -163,7 +163,9 @@ def _source_of(dataset: Any, node: Node, *, any_array: bool = False) -> Source |
         parts = [_source_of(part, node) for part in dataset.datasets]
         known = [part for part in parts if part is not None]
         return (
-            in_turn(known, list(map(len, dataset.datasets))) if len(known) == len(parts) else None
+            concatenate_sources(known, list(map(len, dataset.datasets)))
+            if len(known) == len(parts)
+            else None
         )
     children = children_of(_side_by_side(dataset, node), ())
     if children is None or children[0] != node.kind or set(children[1]) != set(node.keys):
@@ -175,11 +177,11 @@ def _source_of(dataset: Any, node: Node, *, any_array: bool = False) -> Source |
             return None
         found.append(source)
 
-    def pieces() -> Integers | None:
-        each = (source.pieces() for source in found)
+    def row_groups() -> Integers | None:
+        each = (source.row_groups() for source in found)
         return next((pieces for pieces in each if pieces is not None), None)
 
-    return Source(lambda rows: [values for each in found for values in each.read(rows)], pieces)
+    return Source(lambda rows: [values for each in found for values in each.read(rows)], row_groups)
 
 
 def _side_by_side(dataset: Any, node: Node) -> Any:
@@ -222,10 +224,10 @@ def _picked(dataset: Any, node: Node) -> Source | None:
         some = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
         return source.read(as_range(picked[some]))
 
-    def pieces() -> Integers | None:
-        return None if (found := source.pieces()) is None else found[picked]
+    def row_groups() -> Integers | None:
+        return None if (found := source.row_groups()) is None else found[picked]
 
-    return Source(read, pieces)
+    return Source(read, row_groups)
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,7 +32,7 @@ from lightning_memmap.store.samples import (
     rows_at_once,
     stack_rows,
 )
-from lightning_memmap.store.sources.column import by_piece
+from lightning_memmap.store.sources.column import split_by_group
 from lightning_memmap.store.workers import RowNumbers
 
 
@@ -94,7 +94,7 @@ class Spool:
 
     def read(self, rows: RowNumbers) -> list[Values]:
         """Read rows; see `lightning_memmap.store.sources.Source`."""
-        blocks, back = by_piece(rows, np.array(self._starts[1:]))
+        blocks, back = split_by_group(rows, np.array(self._starts[1:]))
         values = [[field.take(rows) for field in self._block(index)] for index, rows in blocks]
         return join_values(values, back)
 

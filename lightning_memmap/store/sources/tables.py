@@ -27,7 +27,7 @@ from lightning_memmap.schema.kinds import Bytes, Duration, Text
 from lightning_memmap.schema.stack import Branch, as_tensor, fit, fit_lists
 from lightning_memmap.schema.structure import Node
 from lightning_memmap.schema.structure import Path as Keys
-from lightning_memmap.store.sources.column import TableColumn, by_piece
+from lightning_memmap.store.sources.column import TableColumn, split_by_group
 from lightning_memmap.store.workers import RowNumbers
 
 _VIEWS = (pa.ListViewType, pa.LargeListViewType)
@@ -231,7 +231,7 @@ class ArrowColumn(TableColumn):
             raise SchemaError(f"field {field_name((self.name,))!r}: {error}") from None
 
     @override
-    def telling(self) -> list[Any]:
+    def representative_values(self) -> list[Any]:
         short, found = ArrowColumn(self.name, self.told()), list[Any]()
         for row in range(len(short)):
             with suppress(SchemaError):  # Whoever reads the row names it.
@@ -239,7 +239,7 @@ class ArrowColumn(TableColumn):
         return found
 
     def told(self) -> Any:
-        """The values of `telling`, as a column of Arrow."""
+        """The values of `representative_values`, as a column of Arrow."""
         return _told(self.column)
 
     def take(self, rows: RowNumbers) -> Any:
@@ -253,7 +253,7 @@ class ArrowColumn(TableColumn):
 
 def _told(column: Any, among: Integers | None = None) -> Any:
     """The values of a column, or of some of its rows, that show what all of these have; see
-    `TableColumn.telling`."""
+    `TableColumn.representative_values`."""
     kind = column.type
     rows = _telling_rows(column) if among is None else _telling_rows_among(column, among)
     found = _joined((column.slice(row, 1) for row in sorted({*rows})), kind)
@@ -597,13 +597,13 @@ class ParquetColumn(ArrowColumn):
         return _joined(found, self._groups.kinds[self.name])
 
     @override
-    def pieces(self) -> Integers:
+    def row_groups(self) -> Integers:
         ends = self._groups.ends
         return np.repeat(np.arange(len(ends), dtype=np.int64), np.diff(ends, prepend=0))
 
     @override
     def take(self, rows: RowNumbers) -> Any:
-        groups, back = by_piece(rows, self._groups.ends)
+        groups, back = split_by_group(rows, self._groups.ends)
         taken = [_take(self._groups.column(group, self.name), within) for group, within in groups]
         joined = _joined(taken)
         return joined if back is None else _take(joined, back)
@@ -632,7 +632,7 @@ class HuggingFaceColumn(TableColumn):
 
 
 def hugging_face_samples(dataset: Any) -> list[Any]:
-    """Samples that show what all rows of a dataset's table have; see `TableColumn.telling`."""
+    """Return samples with the representative values of the table of a dataset."""
     form = dataset.format
     if form["type"] not in _FORMATS:
         return []
