@@ -78,7 +78,7 @@ def make_value(field: Field, row: Tensor) -> Value:
     shape = " x ".join(map(str, row.shape))
     if (pixels := row_to_pixels(row)) is not None:
         return Value(field.name, _picture(pixels), shape)
-    text = ", ".join(map(field.kind.words, row.reshape(-1)[:_MAX_VALUES].tolist()))
+    text = ", ".join(map(field.kind.format_value, row.reshape(-1)[:_MAX_VALUES].tolist()))
     return Value(field.name, "", f"{shape}: {text}, ..." if row.numel() > _MAX_VALUES else text)
 
 

@@ -397,7 +397,7 @@ def joined_rows(parts: Sequence[Tensor | VariableRows]) -> Tensor | VariableRows
 
 def rows_in_memory(field: Field, rows: Sequence[Tensor]) -> VariableRows:
     """Return rows of a field that were not read from a store."""
-    items, sizes = Values.of_rows(field, rows)
+    items, sizes = Values.from_rows(field, rows)
     assert sizes is not None
     # The dataset may use the memory too.
     return _packed_rows(field, items, sizes).replaced(is_packed=False)

@@ -1,12 +1,11 @@
-"""Fields: what one sample consists of, and how a batch is put back together.
+"""The schema of a sample: its nesting and its fields.
 
-A sample is any nesting of tuple, list, dict, named tuple, dataclass, TensorDict
-around leaves: tensors, numpy arrays and scalars, PIL images, numbers, bools, text, bytes and
-times. Each leaf is a field with a dtype and a shape, which every row shares, except for
-leading dimensions that are declared to differ from row to row or were found to. A long list or
-tuple of numbers of one dtype is one field as well. So is each part of the records of a list of any
-length. What is None in some rows has a field beside it that says in which.
-`Schema` is a value: it touches no file.
+A sample is any nesting of tuple, list, dict, named tuple, dataclass and TensorDict around leaves:
+tensors, numpy arrays and scalars, PIL images, numbers, bools, text, bytes and times. Each leaf is a
+field. Its dtype and shape are the same in every row, except for leading dimensions that vary from
+row to row. A long list or tuple of numbers of one dtype is a single field. In a list of records,
+each leaf of a record is a field. A part that is None in some rows has a bool field, its mask.
+`Schema` is a value and reads or writes no file.
 """
 
 from lightning_memmap.schema.forms import Decode, Layout, Pad, Windows

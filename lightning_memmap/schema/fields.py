@@ -1,4 +1,4 @@
-"""Fields: the name, dtype and shape of each leaf of a sample, and the rows of one."""
+"""`Field`: the name, dtype and shape of a leaf of a sample. `Values`: rows of a field."""
 
 import math
 import re
@@ -19,7 +19,7 @@ from lightning_memmap.errors import SchemaError, StoreError
 from lightning_memmap.integers import Integers
 from lightning_memmap.schema.kinds import NUMBERS, AnyKind, Text
 
-#: The dtypes that a store can hold. Others (float8 and sub-byte types, complex32) do not survive a
+#: The dtypes that a store supports. Others (float8, sub-byte types and complex32) do not survive a
 #: round trip through tensordict's memory-mapped files.
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -29,16 +29,17 @@ DTYPES: dict[str, torch.dtype] = {
         torch.float64, torch.complex64, torch.complex128,
     )
 }  # fmt: skip
-#: The dtype of torch for each of numpy, which has no bfloat16; and the other way round.
+#: The torch dtype of each numpy dtype, and the reverse. numpy has no bfloat16.
 FROM_NUMPY = {np.dtype(name): dtype for name, dtype in DTYPES.items() if name != "bfloat16"}
-TO_NUMPY = {dtype: given for given, dtype in FROM_NUMPY.items()}
-#: The longest name of a field: what file systems allow, less the longest suffix of its files.
+TO_NUMPY = {dtype: numpy_dtype for numpy_dtype, dtype in FROM_NUMPY.items()}
+#: The limit of file systems, less the longest suffix of the files of a field.
 MAX_NAME_LENGTH = 255 - len(".0123456789abcdef.tmp")
-#: What may not be in a name, which is safe in files, in URLs and on a terminal, and what stands
-#: before the bytes of it.
-_UNSAFE, _ESCAPE = re.compile(r"[^\w (),-]"), "~"
+#: Characters that are escaped in names, because names must be safe in files, URLs and terminals.
+_UNSAFE = re.compile(r"[^\w (),-]")
+#: Precedes each byte of an escaped character, which is written in hex.
+_ESCAPE = "~"
 _ESCAPED = re.compile(f"(?:{_ESCAPE}[0-9A-F]{{2}})+")
-#: Torch has no index for these, and their bits do as well.
+#: torch cannot index the unsigned dtypes, so they are viewed as signed ones of the same size.
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
 
@@ -53,13 +54,13 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
     name: str
     dtype: torch.dtype
-    #: Of one row. Leading dimensions that differ from row to row are None.
+    #: The shape of one row, with None for leading dimensions that vary from row to row.
     shape: Annotated[tuple[_Size | None, ...], msgspec.Meta(max_length=64)]
     kind: AnyKind = NUMBERS
 
     @cached_property
     def num_variable(self) -> int:
-        """The number of leading dimensions that differ from row to row."""
+        """The number of leading dimensions that vary from row to row."""
         return sum(size is None for size in self.shape)
 
     @property
@@ -69,70 +70,72 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
     @cached_property
     def item_shape(self) -> tuple[int, ...]:
-        """The dimensions that all rows share."""
+        """The trailing dimensions, which are the same in all rows."""
         return tuple(size for size in self.shape if size is not None)
 
     @cached_property
     def item_bytes(self) -> int:
-        """Bytes of one item."""
+        """Bytes of one item, whose shape is `item_shape`."""
         return math.prod(self.item_shape) * self.dtype.itemsize
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row of a field whose rows all have one shape."""
+        """Bytes of one row. All rows must have the same shape."""
         assert not self.num_variable
         return self.item_bytes
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of one step of a field whose rows are series, along their first dimension."""
+        """Bytes of one step of a series. Steps are the first dimension of a row."""
         return replace(self, shape=self.shape[1:]).item_bytes
 
     def windowed(self, length: int) -> "Field":
-        """Return the field of windows of a number of steps over the rows of this one."""
+        """Return the field of windows of ``length`` steps over the rows of this field."""
         return replace(self, shape=(length, *self.shape[1:]))
 
-    def varying(self, count: int) -> "Field":
-        """Return the field with a number of leading dimensions that differ from row to row."""
+    def with_variable_dims(self, count: int) -> "Field":
+        """Return the field with ``count`` leading dimensions that vary from row to row."""
         return replace(self, shape=(None,) * count + self.shape[count:])
 
     def admits(self, shape: tuple[int, ...]) -> bool:
-        """Return whether a row may have a shape."""
-        pairs = zip(shape, self.shape, strict=False)
-        return len(shape) == len(self.shape) and all(b is None or a == b for a, b in pairs)
+        """Return whether a row of this shape belongs to the field."""
+        sizes = zip(shape, self.shape, strict=False)
+        return len(shape) == len(self.shape) and all(
+            expected in (None, size) for size, expected in sizes
+        )
 
     @property
     def in_list(self) -> "Field":
-        """The field of a list of records, whose rows each hold several rows of this field."""
+        """The field of a list of records whose records have this field."""
         if isinstance(self.kind, Text):
             return replace(self, kind=replace(self.kind, many=True))
         return replace(self, shape=(None, *self.shape))
 
     @property
     def of_record(self) -> "Field":
-        """The field of one record, for the field of a list of records."""
+        """The field of one record. The reverse of `in_list`."""
         if isinstance(self.kind, Text):
             return replace(self, kind=replace(self.kind, many=False))
         return replace(self, shape=self.shape[1:])
 
     def value(self, row: Tensor) -> Any:
-        """Return what a store returns for a row on the CPU: the row itself, or its texts."""
+        """Return the value of a stored row: decoded if it is text, otherwise the row itself."""
         return self.decode(row.numpy().tobytes()) if self.is_text else row
 
     def decode(self, data: bytes) -> Any:
-        """Convert the bytes of a row of text to a str, bytes, or a list of these."""
+        """Decode the bytes of a row of text to a str, bytes, or a list of these."""
         assert isinstance(self.kind, Text)
         try:
             return self.kind.decode(data)
         except ValueError as error:
             raise StoreError(
-                f"field {self.name!r}: a row is not {self.kind} ({error}): its store is damaged,"
-                " build it again"
+                f"field {self.name!r}: a row is not valid {self.kind} ({error}): the store is"
+                " damaged, build it again"
             ) from None
 
     @property
-    def described(self) -> str:
-        """The dtype and shape of rows, and what they mean if that is more than numbers."""
+    def description(self) -> str:
+        """The dtype, shape and kind of the rows, such as ``int64 () (time in us)``."""
         return str(self) + f" ({self.kind})" * (self.kind != NUMBERS)
 
     def __str__(self) -> str:
@@ -140,46 +143,45 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
 
 def field_name(path: Iterable[str | int]) -> str:
-    """Return the name of the field at a path of keys. It is safe as a file name."""
-    return ".".join(map(_encode, path)) or "value"
+    """Return the name of the field at a path of keys: escaped, and joined by dots."""
+    return ".".join(map(_escape_key, path)) or "value"
 
 
-def where(path: Iterable[str | int]) -> str:
-    """Describe a path of keys in messages."""
+def describe_path(path: Iterable[str | int]) -> str:
+    """Describe a path of keys for a message, such as ``field 'a.b'``."""
     return f"field {field_name(path)!r}" if path else "the sample"
 
 
-def name_as_stored(given: str) -> str:
-    """Return the stored name of a field, from that name or from its keys joined by dots."""
-    return given if _ESCAPE in given else field_name(given.split("."))
+def stored_name(name: str) -> str:
+    """Return the stored name of a field. ``name`` may be this name, or its keys joined by dots."""
+    return name if _ESCAPE in name else field_name(name.split("."))
 
 
-def name_as_given(name: str) -> str:
-    """Return the keys of a field as a sample has them, where `name_as_stored` reverses this."""
+def readable_name(name: str) -> str:
+    """Return a stored name without escapes, unless `stored_name` would not restore it."""
 
-    def decode(found: re.Match[str]) -> str:
-        return bytes.fromhex(found[0].replace(_ESCAPE, "")).decode("utf-8", "replace")
+    def unescape(match: re.Match[str]) -> str:
+        return bytes.fromhex(match[0].replace(_ESCAPE, "")).decode("utf-8", "replace")
 
-    given = _ESCAPED.sub(decode, name)
-    return given if name_as_stored(given) == name else name
-
-
-def _encode(key: str | int) -> str:
-    # A dot separates levels.
-    return _UNSAFE.sub(_escaped, str(key)) or _ESCAPE
+    readable = _ESCAPED.sub(unescape, name)
+    return readable if stored_name(readable) == name else name
 
 
-def _escaped(found: re.Match[str]) -> str:
-    letter = found[0]
-    # Others than those of ASCII are safe if they can be printed.
-    if letter.isprintable() and not letter.isascii():
-        return letter
-    data = letter.encode("utf-8", "surrogatepass")
+def _escape_key(key: str | int) -> str:
+    # Dots are escaped as well, because they separate keys.
+    return _UNSAFE.sub(_escape_character, str(key)) or _ESCAPE
+
+
+def _escape_character(match: re.Match[str]) -> str:
+    character = match[0]
+    if character.isprintable() and not character.isascii():
+        return character
+    data = character.encode("utf-8", "surrogatepass")
     return "".join(f"{_ESCAPE}{byte:02X}" for byte in data)
 
 
-def check_names(names: Iterable[str]) -> None:
-    """Check that each field's name leads to a file of its own."""
+def check_file_names(names: Iterable[str]) -> None:
+    """Check that the names of fields are short enough, and distinct on every file system."""
     seen: dict[str, str] = {}
     for name in names:
         if len(name.encode()) > MAX_NAME_LENGTH:
@@ -187,13 +189,13 @@ def check_names(names: Iterable[str]) -> None:
                 f"field {short_repr(name)}: the name is longer than the {MAX_NAME_LENGTH} bytes"
                 " that fit into a file name: use shorter keys in the dataset"
             )
-        # Compared without case, and letters as they look, for file systems that do the same.
+        # Some file systems ignore case and Unicode normalization.
         folded = normalize("NFC", name).casefold()
         if folded in seen:
             raise SchemaError(
-                f"the names of the fields {seen[folded]!r} and {name!r} are the same but for case,"
-                " which not every file system tells apart, or one is the mask of what may be None:"
-                " rename one of them in the dataset"
+                f"fields {seen[folded]!r} and {name!r} would be stored in one file: their names"
+                " differ only in case, or one is the mask of an optional field. Rename one of them"
+                " in the dataset"
             )
         seen[folded] = name
 
@@ -201,19 +203,19 @@ def check_names(names: Iterable[str]) -> None:
 class RowList(list[Any]):
     """A list with one entry for each row of a batch: a tensor, a str, bytes, or a list of records.
 
-    It is a list like any other, but counts as one field and not as a container of fields.
+    In a batch, it is one field. Other lists are containers of fields.
     """
 
 
 class Values(NamedTuple):
-    """Rows of one field, in the dtype in which it is kept."""
+    """Rows of one field, in its stored dtype."""
 
     data: Tensor
-    """Of shape (n, *field shape); of a field whose rows differ in length, the items of all rows one
-    after the other, (items, *item shape)."""
+    """(n, *field shape). If the field has variable dimensions, the concatenated items of all rows,
+    (items, *item shape)."""
     sizes: Integers | None = None
-    """Of such a field, the sizes of each row in the dimensions that differ, int64 of shape (n,
-    number of these)."""
+    """The sizes of each row in the variable dimensions, int64 of shape (n, num_variable), or None
+    without such dimensions."""
 
     @property
     def num_rows(self) -> int:
@@ -221,28 +223,28 @@ class Values(NamedTuple):
         return len(self.data if self.sizes is None else self.sizes)
 
     @classmethod
-    def none(cls, field: Field) -> "Values":
-        """Return no rows of a field."""
+    def empty(cls, field: Field) -> "Values":
+        """Return zero rows of a field."""
         count = field.num_variable
         data = torch.empty((0, *field.item_shape), dtype=field.dtype, device="cpu")
         return cls(data, np.empty((0, count), np.int64) if count else None)
 
     @classmethod
-    def of_rows(cls, field: Field, rows: Sequence[Tensor]) -> "Values":
-        """Concatenate rows of a field, at least one: on one device, of the field's dtype."""
+    def from_rows(cls, field: Field, rows: Sequence[Tensor]) -> "Values":
+        """Concatenate one or more rows, on one device and in the field's dtype."""
         if not (count := field.num_variable):
             return cls(torch.stack(tuple(rows)))
         sizes = np.array([row.shape[:count] for row in rows], np.int64)
         return cls(torch.cat([row.reshape(-1, *field.item_shape) for row in rows]), sizes)
 
     def rows(self) -> Iterator[Tensor]:
-        """Yield each row in its shape, as a view."""
+        """Yield a view of each row, in its shape."""
         if self.sizes is None:
             yield from self.data
             return
-        pieces = self.data.split_with_sizes(self.sizes.prod(axis=1).tolist())
-        for piece, shape in zip(pieces, self.sizes.tolist(), strict=True):
-            yield piece.view(*shape, *self.data.shape[1:])
+        items_of_rows = self.data.split_with_sizes(self.sizes.prod(axis=1).tolist())
+        for items, sizes in zip(items_of_rows, self.sizes.tolist(), strict=True):
+            yield items.view(*sizes, *self.data.shape[1:])
 
     def take(self, rows: range | Integers) -> "Values":
         """Return rows by index: a range of step 1, or int64 of shape (n,) in any order."""
@@ -252,70 +254,84 @@ class Values(NamedTuple):
         if self.sizes is None:
             return Values(take_rows(self.data, rows))
         lengths = self.sizes.prod(axis=1)
-        starts, taken = np.cumsum(lengths) - lengths, lengths[rows]
-        shifts = starts[rows] - (np.cumsum(taken) - taken)
-        items = np.repeat(shifts, taken) + np.arange(taken.sum())
+        starts = np.cumsum(lengths) - lengths
+        new_lengths = lengths[rows]
+        new_starts = np.cumsum(new_lengths) - new_lengths
+        shifts = starts[rows] - new_starts
+        items = np.repeat(shifts, new_lengths) + np.arange(new_lengths.sum())
         return Values(take_rows(self.data, items), self.sizes[rows])
 
-    def spread(self, mask: NDArray[np.bool_]) -> "Values":
-        """Return more rows: these where a mask is True, and zeros or empty rows elsewhere."""
+    def scatter(self, mask: NDArray[np.bool_]) -> "Values":
+        """Return one row per entry of ``mask``: the next of these rows where it is True, otherwise
+        zeros or an empty row."""
         if self.sizes is not None:
             sizes = np.zeros((len(mask), self.sizes.shape[1]), np.int64)
             sizes[mask] = self.sizes
             return Values(self.data, sizes)
-        return Values(_spread_among_zeros(self.data, mask))
+        return Values(_scatter_rows(self.data, mask))
 
-    def in_lists(self, lengths: Integers, mask: NDArray[np.bool_] | None = None) -> "Values":
-        """Return one row for each list of records, where these are the records of all lists.
+    def group_into_lists(
+        self, lengths: Integers, mask: NDArray[np.bool_] | None = None
+    ) -> "Values":
+        """Return one row for each list of records. These rows are the records of all lists.
 
         Args:
             lengths: The number of records in each list, int64 of shape (n,).
-            mask: False for the records that are None, which take the shape of others in the list.
+            mask: False for records that are None. They are stored as zeros in the shape of the
+                other records of their list.
+
+        Raises:
+            ValueError: The records of a list differ in shape.
         """
         if self.sizes is None:
             return Values(self.data, lengths[:, None])
-        given = np.ones(len(self.sizes), np.bool_) if mask is None else mask
+        is_present = np.ones(len(self.sizes), np.bool_) if mask is None else mask
         rows = np.repeat(np.arange(len(lengths)), lengths)
         sizes = np.zeros((len(lengths), self.sizes.shape[1]), np.int64)
-        sizes[rows[given]] = self.sizes[given]
-        wrong = np.flatnonzero(given & (sizes[rows] != self.sizes).any(axis=1))
+        sizes[rows[is_present]] = self.sizes[is_present]
+        wrong = np.flatnonzero(is_present & (sizes[rows] != self.sizes).any(axis=1))
         if len(wrong):
-            mine = self.sizes[(rows == rows[wrong[0]]) & given]
-            shapes = sorted({(*shape, *self.data.shape[1:]) for shape in map(tuple, mine.tolist())})
+            in_list = self.sizes[(rows == rows[wrong[0]]) & is_present].tolist()
+            shapes = sorted({(*shape, *self.data.shape[1:]) for shape in map(tuple, in_list)})
             raise ValueError(f"found records of the shapes {shapes} in one list")
         data = self.data
-        if not given.all():
-            data = _spread_among_zeros(data, np.repeat(given, sizes[rows].prod(axis=1)))
+        if not is_present.all():
+            data = _scatter_rows(data, np.repeat(is_present, sizes[rows].prod(axis=1)))
         return Values(data, np.concatenate([lengths[:, None], sizes], axis=1))
 
 
-def join_values(parts: Sequence[list[Values]], back: Integers | None = None) -> list[Values]:
-    """Concatenate the rows of several reads, field by field, and reorder them."""
-    found = []
-    for values in zip(*parts, strict=True) if len(parts) > 1 else ():
-        sizes = [each.sizes for each in values if each.sizes is not None]
-        data = torch.cat([each.data for each in values])
-        found.append(Values(data, np.concatenate(sizes) if sizes else None))
-    found = found or parts[0]
-    return found if back is None else [each.take(back) for each in found]
+def join_values(reads: Sequence[list[Values]], order: Integers | None = None) -> list[Values]:
+    """Concatenate the rows of several reads for each field, then take them in an order.
+
+    Args:
+        reads: One item per field from each read, at least one read.
+        order: Indices into the concatenated rows, int64 of shape (n,). None keeps their order.
+    """
+    joined = []
+    for values in zip(*reads, strict=True) if len(reads) > 1 else ():
+        sizes = [read.sizes for read in values if read.sizes is not None]
+        data = torch.cat([read.data for read in values])
+        joined.append(Values(data, np.concatenate(sizes) if sizes else None))
+    joined = joined or reads[0]
+    return joined if order is None else [values.take(order) for values in joined]
 
 
 def take_rows(data: Tensor, rows: Integers) -> Tensor:
-    """Copy rows of a tensor of any dtype, in any order, int64 of shape (n,)."""
+    """Copy rows of a tensor by index, int64 of shape (n,), without gradients."""
     return select(data.detach(), torch.from_numpy(rows).to(data.device))
 
 
 def select(data: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return rows like `torch.index_select`, which lacks some unsigned integers."""
+    """Copy rows like `torch.index_select`, but also in unsigned dtypes, which that lacks."""
     if (signed := SIGNED.get(data.dtype)) is None:
         return torch.index_select(data, 0, rows, out=out)
     memory = None if out is None else out.view(signed)
     return torch.index_select(data.view(signed), 0, rows, out=memory).view(data.dtype)
 
 
-def _spread_among_zeros(data: Tensor, mask: NDArray[np.bool_]) -> Tensor:
-    """Return rows of data where a mask is True, and zeros elsewhere."""
-    spread = torch.zeros((len(mask), *data.shape[1:]), dtype=data.dtype, device="cpu")
+def _scatter_rows(data: Tensor, mask: NDArray[np.bool_]) -> Tensor:
+    """Return one row per entry of ``mask``: the next row of ``data`` where it is True, or zeros."""
+    rows = torch.zeros((len(mask), *data.shape[1:]), dtype=data.dtype, device="cpu")
     signed = SIGNED.get(data.dtype, data.dtype)
-    spread.view(signed)[torch.from_numpy(mask)] = data.view(signed)
-    return spread
+    rows.view(signed)[torch.from_numpy(mask)] = data.view(signed)
+    return rows

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import check_integer, check_number, is_argument_mismatch
 from lightning_memmap.images import CHANNELS, check_mode, parse_size
-from lightning_memmap.schema.fields import Field, dtype_name, name_as_stored
+from lightning_memmap.schema.fields import Field, dtype_name, stored_name
 from lightning_memmap.schema.kinds import Bytes
 
 Options = TypeVar("Options", "Pad", "Decode", "Windows")
@@ -285,7 +285,7 @@ def read_declared(
     check_names("variable", list(variable))
     why = "the number of leading dimensions that may differ from row to row, at least 1"
     counts = {
-        name_as_stored(name): check_integer(f"variable[{name!r}]", count, 1, why)
+        stored_name(name): check_integer(f"variable[{name!r}]", count, 1, why)
         for name, count in variable.items()
     }
     return Declared(counts, names)
@@ -303,7 +303,7 @@ def check_names(argument: str, names: str | Collection[str] | None) -> tuple[str
     listed = [names] if isinstance(names, str) else names
     if not isinstance(listed, (Sequence, Set)) or not all(isinstance(name, str) for name in listed):
         raise TypeError(f"{argument}={short_repr(names)}: pass a list of the names of fields")
-    stored = tuple(map(name_as_stored, listed))
+    stored = tuple(map(stored_name, listed))
     if len(set(stored)) < len(stored):
         raise ValueError(f"{argument}={short_repr(names)}: a field is named twice")
     return stored
@@ -313,7 +313,7 @@ def read_layouts(layout: Mapping[str, Any] | None) -> dict[str, Layout]:
     """Check the argument ``layout``, and return a layout for each name of a field as stored."""
     example = "{'audio': 'pad'}, or {'audio': Pad(value=-1)}"
     return {
-        name_as_stored(name): _layout(name, value)
+        stored_name(name): _layout(name, value)
         for name, value in _check_mapping("layout", layout, example).items()
     }
 
@@ -340,7 +340,7 @@ def read_decode(decode: Mapping[str, Any] | None) -> dict[str, "Decode"]:
             value = _made(Decode, f"decode[{name!r}]", value)
         if not isinstance(value, Decode):
             raise TypeError(f"decode[{name!r}]={short_repr(value)}: pass a Decode, as in {example}")
-        found[name_as_stored(name)] = value
+        found[stored_name(name)] = value
     return found
 
 

@@ -1,8 +1,8 @@
 """Samples that are held while others are read.
 
-A dataset may return one buffer again and again, with other values in it. So a sample is copied when
-it is read (`copied`), or it is found out afterwards that the samples which are held have no memory
-in common (`Sharing`), which costs a tenth of the copies.
+A dataset may return the same buffer for every row, with new values. So either each sample is copied
+as soon as it is read (`copy_sample`), or the samples are checked for shared memory while they are
+stacked (`Sharing`), at a tenth of the cost.
 """
 
 import dataclasses
@@ -25,27 +25,27 @@ from lightning_memmap.tensordict_types import is_tensorclass, tensordict_types
 _FROZEN = {int, float, complex, bool, str, bytes, type(None), *np.sctypeDict.values()}
 
 
-def copied(sample: Any) -> Any:
+def copy_sample(sample: Any) -> Any:
     """Copy what a dataset may overwrite in a sample: its containers, arrays and images."""
     kind: Any = type(sample)
     # Those that most datasets give.
     if kind in _FROZEN:
         return sample
     if kind is dict:
-        return {k: v if type(v) in _FROZEN else copied(v) for k, v in sample.items()}
+        return {k: v if type(v) in _FROZEN else copy_sample(v) for k, v in sample.items()}
     if kind is tuple or kind is list:
-        return kind([v if type(v) in _FROZEN else copied(v) for v in sample])
+        return kind([v if type(v) in _FROZEN else copy_sample(v) for v in sample])
     if kind is np.ndarray:
         return sample.copy()
     if isinstance(sample, list):
-        return [copied(value) for value in sample]
+        return [copy_sample(value) for value in sample]
     if isinstance(sample, tuple):
-        values = [copied(value) for value in sample]
+        values = [copy_sample(value) for value in sample]
         return kind._make(values) if hasattr(kind, "_fields") else tuple(values)
     if isinstance(sample, tensordict_types()) or is_tensorclass(sample):
         return sample.clone()
     if isinstance(sample, Mapping):
-        return {key: copied(value) for key, value in sample.items()}
+        return {key: copy_sample(value) for key, value in sample.items()}
     if dataclasses.is_dataclass(sample) and not isinstance(sample, type):
         return _copied_object(sample)
     try:
@@ -59,7 +59,7 @@ def _copied_object(value: Any) -> Any:
     made = object.__new__(type(value))
     for field in dataclasses.fields(value):
         if hasattr(value, field.name):  # One that was never set is missed where it is read.
-            object.__setattr__(made, field.name, copied(getattr(value, field.name)))
+            object.__setattr__(made, field.name, copy_sample(getattr(value, field.name)))
     return made
 
 

@@ -49,11 +49,11 @@ class Kind(
     dtype: ClassVar[torch.dtype | None] = None
     shape: ClassVar[tuple[int | None, ...] | None] = None
 
-    def takes_rows(self, other: "Kind") -> bool:
+    def accepts(self, other: "Kind") -> bool:
         """Return whether an array of another kind may hold rows of this one."""
         return self == other
 
-    def words(self, number: int | float | complex | bool) -> str:
+    def format_value(self, number: int | float | complex | bool) -> str:
         """Format a value as a person would write it."""
         return f"{number:.4g}" if isinstance(number, float) else str(number)
 
@@ -122,7 +122,7 @@ class Duration(Kind, frozen=True):
         return np.dtype(f"{self._numpy}[{self.unit}]")
 
     @override
-    def words(self, number: int | float | complex | bool) -> str:
+    def format_value(self, number: int | float | complex | bool) -> str:
         return str(np.array(number).astype(self.numpy_dtype))
 
     @override
@@ -138,7 +138,7 @@ class Time(Duration, frozen=True):
     _numpy = "datetime64"
 
     @override
-    def takes_rows(self, other: Kind) -> bool:
+    def accepts(self, other: Kind) -> bool:
         # An array has no time zone.
         return other in (self, Time(self.unit))
 

@@ -12,13 +12,13 @@ from lightning_memmap.errors import SchemaError, nearest
 from lightning_memmap.schema.fields import (
     Field,
     Values,
-    check_names,
+    check_file_names,
     field_name,
-    name_as_given,
+    readable_name,
 )
 from lightning_memmap.schema.forms import Declared
 from lightning_memmap.schema.held import HeldSamples, Sharing
-from lightning_memmap.schema.infer import Inference, merged_shapes
+from lightning_memmap.schema.infer import Inference, merge_shapes
 from lightning_memmap.schema.stack import Batch, Samples, stack
 from lightning_memmap.schema.structure import Node, builder
 
@@ -34,7 +34,7 @@ class Schema:
     structure: Node
 
     def __post_init__(self) -> None:
-        check_names(field.name for field in self.fields)
+        check_file_names(field.name for field in self.fields)
         for field in self.fields:
             if field.num_variable and not field.item_bytes:
                 raise SchemaError(
@@ -50,7 +50,7 @@ class Schema:
     @classmethod
     def infer(cls, samples: Sequence[Any], declared: Declared = _NOTHING) -> "Schema":
         """Find the schema that samples have in common."""
-        found = cls(Inference(declared).part(samples, ()))
+        found = cls(Inference(declared).infer(samples, ()))
         if not found.fields and not found.unknown.keys() - {"value"}:
             raise SchemaError(
                 f"the sample {short_repr(samples[0])} holds no tensor, array or number"
@@ -79,7 +79,7 @@ class Schema:
                     f" dimension{'s' * (count > 1)}"
                 )
             counts[field.name] = max(count, field.num_variable)
-        return Schema(self.structure.map_fields(lambda f: f.varying(counts[f.name])))
+        return Schema(self.structure.map_fields(lambda f: f.with_variable_dims(counts[f.name])))
 
     def check_declared(self, declared: Declared) -> None:
         """Check that the rows of a store may differ as declared.
@@ -156,8 +156,8 @@ class Schema:
     def why_no_field(self, name: str) -> str:
         """Explain that no field has a name, and suggest the nearest one."""
         stored = [field.name for field in self.fields]
-        inner = [name_as_given(other) for other in stored if other.startswith(f"{name}.")]
-        names, name = [*map(name_as_given, stored)], name_as_given(name)
+        inner = [readable_name(other) for other in stored if other.startswith(f"{name}.")]
+        names, name = [*map(readable_name, stored)], readable_name(name)
         if inner:
             return f"{name!r} is not a field, but has the fields {inner}: name those"
         near = nearest(name, names)
@@ -169,14 +169,14 @@ class Schema:
 
         def merged(field: Field) -> Field:
             named = (fields[field.name] for fields in by_name if field.name in fields)
-            return merged_shapes([field, *named])
+            return merge_shapes([field, *named])
 
         return Schema(self.structure.map_fields(merged))
 
     @classmethod
     def from_batch(cls, batch: Any, declared: Declared = _NOTHING) -> "Schema":
         """Describe the rows of a batch; other batches may differ from it as declared."""
-        found = cls(Inference(_NOTHING, is_batch=True).part([batch], ()))
+        found = cls(Inference(_NOTHING, is_batch=True).infer([batch], ()))
         if not found.fields:
             raise SchemaError(f"{batch!r} holds no tensor")
         return found._declaring(declared)

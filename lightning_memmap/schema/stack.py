@@ -9,7 +9,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import chain, islice
+from itertools import chain, compress, islice
 from operator import attrgetter
 from typing import Any
 
@@ -28,8 +28,8 @@ from lightning_memmap.schema.fields import (
     Field,
     RowList,
     Values,
+    describe_path,
     dtype_name,
-    where,
 )
 from lightning_memmap.schema.kinds import (
     FROM_PYTHON,
@@ -56,21 +56,21 @@ class Branch(ABC):
     @abstractmethod
     def __len__(self) -> int: ...
 
-    def given(self) -> NDArray[np.bool_]:
+    def is_present(self) -> NDArray[np.bool_]:
         """Return which rows are not None, bool of shape (rows,)."""
         return np.ones(len(self), np.bool_)
 
-    def where(self, given: NDArray[np.bool_]) -> "Branch":
+    def select(self, mask: NDArray[np.bool_]) -> "Branch":
         """Return the rows where a mask is True."""
         raise SchemaError("no row is None")
 
     def parts(self, node: Node, path: Path) -> Sequence["Branch"]:
         """Return the values of containers, child by child."""
-        raise SchemaError(f"{where(path)}: there are no containers")
+        raise SchemaError(f"{describe_path(path)}: there are no containers")
 
     def lists(self, path: Path) -> tuple["Branch", Integers]:
         """Return the concatenated items of lists, and the length of each list."""
-        raise SchemaError(f"{where(path)}: there are no lists")
+        raise SchemaError(f"{describe_path(path)}: there are no lists")
 
     @abstractmethod
     def leaves(self, field: Field) -> Values:
@@ -88,13 +88,12 @@ class Samples(Branch):
         return len(self._values)
 
     @override
-    def given(self) -> NDArray[np.bool_]:
+    def is_present(self) -> NDArray[np.bool_]:
         return np.array([not is_missing(value) for value in self._values])
 
     @override
-    def where(self, given: NDArray[np.bool_]) -> Branch:
-        pairs = zip(self._values, given.tolist(), strict=True)
-        return self._like([value for value, is_given in pairs if is_given])
+    def select(self, mask: NDArray[np.bool_]) -> Branch:
+        return self._like(list(compress(self._values, mask.tolist())))
 
     @override
     def parts(self, node: Node, path: Path) -> Sequence[Branch]:
@@ -104,8 +103,8 @@ class Samples(Branch):
     def lists(self, path: Path) -> tuple[Branch, Integers]:
         if wrong := [value for value in self._values if not _is_list(value)]:
             raise MismatchError(
-                f"{where(path)}: found {type(wrong[0]).__name__}, expected a list or tuple of"
-                " records"
+                f"{describe_path(path)}: found {type(wrong[0]).__name__}, expected a list or tuple"
+                " of records"
             )
         lengths = np.array(list(map(len, self._values)), np.int64)
         return self._like(list(chain.from_iterable(self._values))), lengths
@@ -142,12 +141,12 @@ class Batch(Branch):
 
     @override
     def leaves(self, field: Field) -> Values:
-        if (rows := rows_apart(field.name, self._batch)) is None:
-            return fit(field, self._batch)
-        return Samples(rows).leaves(field) if rows else Values.none(field)
+        if (rows := unstacked_rows(field.name, self._batch)) is None:
+            return as_values(field, self._batch)
+        return Samples(rows).leaves(field) if rows else Values.empty(field)
 
 
-def rows_apart(name: str, leaf: Any) -> Sequence[Any] | None:
+def unstacked_rows(name: str, leaf: Any) -> Sequence[Any] | None:
     """Return the rows of a `RowList` or nested tensor, and None for a tensor of stacked rows."""
     if isinstance(leaf, RowList):
         return leaf
@@ -168,20 +167,20 @@ def rows_apart(name: str, leaf: Any) -> Sequence[Any] | None:
 def stack(branch: Branch, node: Node, path: Path = ()) -> list[Values]:
     """Stack the values of a branch, field by field of a node."""
     if not len(branch):
-        return [Values.none(field) for field in node.fields]
+        return [Values.empty(field) for field in node.fields]
     if node.field is not None:
         return [branch.leaves(node.field)]
     if node.kind == "none":
-        if branch.given().any():
-            raise MismatchError(f"{where(path)}: found a value, expected None")
+        if branch.is_present().any():
+            raise MismatchError(f"{describe_path(path)}: found a value, expected None")
         return []
     if node.kind == "optional":
-        mask = branch.given()
+        mask = branch.is_present()
         if mask.all():
             stacked = stack(branch, node.children[0], path)
         else:
-            rows = stack(branch.where(mask), node.children[0], path)
-            stacked = [values.spread(mask) for values in rows]
+            rows = stack(branch.select(mask), node.children[0], path)
+            stacked = [values.scatter(mask) for values in rows]
         return [*stacked, Values(torch.from_numpy(mask))]
     if node.kind == "records":
         return _stack_records(*branch.lists(path), node.children[0], path)
@@ -206,7 +205,7 @@ def _stack_records(records: Branch, lengths: Integers, record: Node, path: Path)
             if field.is_text:
                 in_lists.append(_join_texts(by_name[field.name], lengths))
             else:
-                in_lists.append(by_name[field.name].in_lists(lengths, mask))
+                in_lists.append(by_name[field.name].group_into_lists(lengths, mask))
         except ValueError as error:
             way_out = (
                 "" if field.is_text
@@ -230,18 +229,18 @@ def _stack_alike(field: Field, leaves: Sequence[Any]) -> Values:
     (kind,) = set(map(type, leaves))
     if kind in (list, tuple):
         lengths = np.array(list(map(len, leaves)), np.int64)
-        return fit_lists(field, numbers_array(leaves), lengths)
+        return lists_as_values(field, concatenate_numbers(leaves), lengths)
     if kind in FROM_PYTHON:
         # A float would round what is not.
-        return fit(field, np.array(leaves, FROM_PYTHON[kind]))
+        return as_values(field, np.array(leaves, FROM_PYTHON[kind]))
     (dtype,) = set(map(_dtype, leaves))
     if issubclass(kind, np.generic):
-        return fit(field, np.array(leaves, dtype))
+        return as_values(field, np.array(leaves, dtype))
     if kind is Tensor and not field.num_variable:
-        return fit(field, torch.stack(tuple(leaves)))  # Which compares their shapes.
+        return as_values(field, torch.stack(tuple(leaves)))  # Which compares their shapes.
     if kind not in (Tensor, np.ndarray) or not all(map(field.admits, set(map(_shape, leaves)))):
         raise TypeError("the leaves are to be converted one by one")
-    return fit(field, *_joined(field, leaves))
+    return as_values(field, *_joined(field, leaves))
 
 
 def _joined(field: Field, leaves: Sequence[Any]) -> tuple[Array, Integers | None]:
@@ -278,34 +277,34 @@ def _stack_texts(field: Field, kind: Text, texts: Sequence[Any]) -> Values:
     return Values(as_tensor(np.frombuffer(data, np.uint8)), sizes[:, None])
 
 
-def fit(field: Field, rows: Any, sizes: Integers | None = None) -> Values:
+def as_values(field: Field, rows: Any, sizes: Integers | None = None) -> Values:
     """Check rows of a field in one array, or their items and sizes; copy nothing if possible."""
     try:
         array, kind = to_array(rows)
     except SchemaError as error:
         raise SchemaError(f"field {field.name!r}: {error}") from error
     count, shape, dtype = field.num_variable, tuple(array.shape[1:]), array_dtype(array)
-    fits = field.kind.takes_rows(kind) and dtype == field.dtype
+    fits = field.kind.accepts(kind) and dtype == field.dtype
     if sizes is not None:
         fits &= (sizes.shape[1], shape) == (count, field.item_shape)
     elif (fits := fits and field.admits(shape)) and count:
         sizes = np.full((len(array), count), shape[:count], np.int64)
         array = array.reshape(-1, *field.item_shape)
     if not fits:
-        found = Field(field.name, dtype, shape, kind).described
+        found = Field(field.name, dtype, shape, kind).description
         raise MismatchError(
-            f"field {field.name!r}: found rows of {found}, expected rows of {field.described}"
+            f"field {field.name!r}: found rows of {found}, expected rows of {field.description}"
         )
     return Values(as_tensor(array), sizes)
 
 
-def fit_lists(field: Field, items: Any, lengths: Integers) -> Values:
+def lists_as_values(field: Field, items: Any, lengths: Integers) -> Values:
     """Turn concatenated lists of numbers into rows; ``lengths`` must not be empty."""
     if field.num_variable:
-        return fit(field, items, lengths[:, None])
+        return as_values(field, items, lengths[:, None])
     if (lengths != lengths[0]).any():
         raise MismatchError(f"field {field.name!r}: the lists differ in length")
-    return fit(field, items.reshape(len(lengths), int(lengths[0]), *items.shape[1:]))
+    return as_values(field, items.reshape(len(lengths), int(lengths[0]), *items.shape[1:]))
 
 
 # One leaf, of any type
@@ -321,16 +320,16 @@ def leaf_array(field: Field, leaf: Any) -> Array:
     try:
         if _is_list(leaf):
             empty = torch.empty(0, dtype=field.dtype, device="cpu")
-            leaf = numbers_array([leaf]) if leaf else empty
+            leaf = concatenate_numbers([leaf]) if leaf else empty
         array, kind = to_array(leaf)
         dtype, shape = array_dtype(array), tuple(array.shape)
     except SchemaError as error:
         raised = MismatchError if is_missing(leaf) else SchemaError
-        raise raised(f"field {field.name!r}: {error}; expected {field.described}") from error
+        raise raised(f"field {field.name!r}: {error}; expected {field.description}") from error
     # Palette and grey images may have the same shape and dtype, but differ in meaning.
     if dtype != field.dtype or not field.admits(shape) or field.kind != kind:
-        found = Field(field.name, dtype, shape, kind).described
-        raise MismatchError(f"field {field.name!r}: found {found}, expected {field.described}")
+        found = Field(field.name, dtype, shape, kind).description
+        raise MismatchError(f"field {field.name!r}: found {found}, expected {field.description}")
     return array
 
 
@@ -369,7 +368,7 @@ def array_dtype(array: Array) -> torch.dtype:
     return dtype
 
 
-def numbers_dtype(values: Sequence[Any]) -> torch.dtype | None:
+def common_dtype(values: Sequence[Any]) -> torch.dtype | None:
     """Return the dtype that numbers of Python, numpy or torch share; None if they differ."""
     dtypes: set[torch.dtype | None] = set()
     for kind in set(map(type, values)):
@@ -384,10 +383,10 @@ def numbers_dtype(values: Sequence[Any]) -> torch.dtype | None:
     return found if found in DTYPES.values() else None
 
 
-def numbers_array(lists: Sequence[Sequence[Any]]) -> Array:
+def concatenate_numbers(lists: Sequence[Sequence[Any]]) -> Array:
     """Concatenate the numbers of lists into an array of one dimension."""
     values = list(chain.from_iterable(lists))
-    dtype, kinds = numbers_dtype(values), set(map(type, values))
+    dtype, kinds = common_dtype(values), set(map(type, values))
     if dtype is None:
         found = ", ".join(sorted(kind.__name__ for kind in kinds))
         way_out = (

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from lightning_memmap.errors import MismatchError, SchemaError, StoreError
-from lightning_memmap.schema.fields import MAX_NAME_LENGTH, Field, RowList, where
+from lightning_memmap.schema.fields import MAX_NAME_LENGTH, Field, RowList, describe_path
 from lightning_memmap.tensordict_types import is_tensorclass, tensordict_types
 
 MAX_DEPTH = 32
@@ -138,7 +138,7 @@ def _children(value: Any, node: Node, path: Path) -> Sequence[Any]:
     found = children_of(value, path)
     if found is None or found[0] != node.kind:
         raise MismatchError(
-            f"{where(path)}: found {type(value).__name__}, expected {node.kind}"
+            f"{describe_path(path)}: found {type(value).__name__}, expected {node.kind}"
             f" of {short_repr(list(node.keys))}"
         )
     _, keys, values = found
@@ -147,7 +147,7 @@ def _children(value: Any, node: Node, path: Path) -> Sequence[Any]:
     if node.kind in ("dict", "tensordict") and set(keys) == set(node.keys):
         return [value[key] for key in node.keys]
     text = (
-        f"{where(path)}: found {node.kind} of {short_repr(keys)}, expected"
+        f"{describe_path(path)}: found {node.kind} of {short_repr(keys)}, expected"
         f" {short_repr(list(node.keys))}"
     )
     if node.is_list:
@@ -172,7 +172,7 @@ def children_of(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | No
             # Not their subclasses either: a store could not give an enum's member back.
             if type(key) not in (str, int):
                 raise SchemaError(
-                    f"{where(path)}: the dict key {key!r} is neither a plain string"
+                    f"{describe_path(path)}: the dict key {key!r} is neither a plain string"
                     " nor a plain integer: rename it in the dataset"
                 )
         return "dict", list(value), list(value.values())
@@ -183,7 +183,7 @@ def children_of(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | No
         return kind, list(range(len(value))), list(value)
     if is_tensorclass(value):
         raise SchemaError(
-            f"{where(path)}: found a tensorclass, {type(value).__name__}, of which a"
+            f"{describe_path(path)}: found a tensorclass, {type(value).__name__}, of which a"
             " store keeps no class: give value.to_tensordict()"
         )
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.schema.fields import Values
-from lightning_memmap.schema.held import copied
+from lightning_memmap.schema.held import copy_sample
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.samples import NUM_PROBES, hash_row, rows_at_once, stack_rows
@@ -136,7 +136,7 @@ def _compare_rows(store: Store, dataset: Any, rows: range) -> None:
 def _compare_samples(store: Store, samples: Iterable[Any]) -> int:
     """Compare the first samples of a stream with the rows of a store. Returns their number."""
     num_rows = 0
-    samples = map(copied, samples)
+    samples = map(copy_sample, samples)
     while block := list(islice(samples, rows_at_once(store.manifest.row_bytes))):
         rows = range(num_rows, num_rows + len(block))
         if rows.stop > (num_stored := store.manifest.num_rows):

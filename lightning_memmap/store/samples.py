@@ -22,7 +22,7 @@ from lightning_memmap.errors import DatasetError, MismatchError, SchemaError, de
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.schema.fields import Values, field_name
 from lightning_memmap.schema.forms import Declared
-from lightning_memmap.schema.held import Sharing, copied
+from lightning_memmap.schema.held import Sharing, copy_sample
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.workers import RowNumbers, Workers, calling
@@ -64,7 +64,9 @@ class ReadAhead:
 
     def keep(self, rows: Integers) -> None:
         """Read samples, and keep each until it is read again."""
-        self.kept.update((row, copied(read_sample(self.dataset, row))) for row in rows.tolist())
+        self.kept.update(
+            (row, copy_sample(read_sample(self.dataset, row))) for row in rows.tolist()
+        )
 
 
 class SampleReader:
@@ -98,7 +100,7 @@ class SampleReader:
             if (stacked := self._stacked(samples, rows, is_exact=False)) is not None:
                 return stacked
             self._is_copying = True
-        found = [copied(read_sample(self._dataset, row)) for row in others]
+        found = [copy_sample(read_sample(self._dataset, row)) for row in others]
         return stack_rows(_merged(numbers, kept, found), rows, self._schema, self._first)
 
     def _stacked(
@@ -220,7 +222,7 @@ def flatten_row(
     except SchemaError as error:
         remedy = ""
         if isinstance(error, MismatchError):
-            sample = copied(sample)  # Before another one is read.
+            sample = copy_sample(sample)  # Before another one is read.
             remedy = f". {_way_out(schema, [another(), sample]) if another else _ONE_STRUCTURE}"
         is_bare = schema.structure.field is not None
         raise _at_row(row, error, is_bare=is_bare, remedy=remedy) from error
@@ -318,7 +320,7 @@ def read_probes(declared: Declared | Schema, tell: Tell, dataset: Any, num_rows:
     samples = list[Any]()
     for row in rows:
         start = perf_counter()
-        samples.append(copied(read_sample(dataset, row)))
+        samples.append(copy_sample(read_sample(dataset, row)))
         durations.append(perf_counter() - start)
     schema = declared
     if isinstance(schema, Declared):
@@ -346,7 +348,7 @@ def _schema_of(
         return schema
     spread = np.linspace(0, len(dataset) - 1, MAX_PROBES).astype(np.int64).tolist()
     others = sorted({*spread} - {*rows})[: MAX_PROBES - len(rows)]
-    more = ((row, copied(read_sample(dataset, row))) for row in others)
+    more = ((row, copy_sample(read_sample(dataset, row))) for row in others)
     return find_schema([*samples], [*rows], declared, more)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_memmap.errors import StoreError, check_integer, nearest
 from lightning_memmap.sampling.rows import Integers, Rows, StoreRows
-from lightning_memmap.schema.fields import Field, Values, field_name, name_as_stored
+from lightning_memmap.schema.fields import Field, Values, field_name, stored_name
 from lightning_memmap.schema.kinds import Duration, Text
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.checksums import compute_checksums, merge_chunks
@@ -243,7 +243,7 @@ class Store:
         is_text = isinstance(kind, Text) and not kind.many
         if not is_text and (stored.num_variable or math.prod(stored.item_shape) != 1):
             raise ValueError(
-                f"field {field!r}: its rows are {stored.described}; choose a field with one value"
+                f"field {field!r}: its rows are {stored.description}; choose a field with one value"
                 " in each row"
             )
         rows = np.arange(self.num_rows, dtype=np.int64) if rows is None else rows
@@ -311,7 +311,7 @@ class Store:
     def _index_of(self, field: str) -> int:
         names = [stored.name for stored in self.schema.fields]
         # As a key of a sample, which may contain dots, or as it is stored.
-        for name in (field_name([field]), name_as_stored(field)):
+        for name in (field_name([field]), stored_name(field)):
             if name in names:
                 return names.index(name)
         raise ValueError(

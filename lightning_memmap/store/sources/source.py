@@ -24,7 +24,7 @@ from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.schema.fields import Field, Values, join_values, take_rows
 from lightning_memmap.schema.kinds import Image
 from lightning_memmap.schema.schema import Schema
-from lightning_memmap.schema.stack import Branch, Samples, fit, stack
+from lightning_memmap.schema.stack import Branch, Samples, as_values, stack
 from lightning_memmap.schema.structure import Node, children_of
 from lightning_memmap.store.samples import SampleReader, rows_at_once
 from lightning_memmap.store.sources.column import (
@@ -242,7 +242,7 @@ class _ArrayRows(Branch):
 
     @override
     def leaves(self, field: Field) -> Values:
-        return fit(field, self.rows)
+        return as_values(field, self.rows)
 
 
 def _rows_of_array(values: Any, rows: RowNumbers) -> Branch:

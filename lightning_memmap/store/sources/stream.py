@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset
 from lightning_memmap.errors import DatasetError, describe_error
 from lightning_memmap.schema.fields import Values, join_values
 from lightning_memmap.schema.forms import Declared
-from lightning_memmap.schema.held import copied
+from lightning_memmap.schema.held import copy_sample
 from lightning_memmap.schema.stack import as_tensor
 from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.progress import Advance
@@ -68,7 +68,7 @@ class Spool:
         self._starts = [0]
         #: The first byte of each block in the file, and the number of bytes.
         self._offsets = [0]
-        samples = map(copied, samples_of(stream))
+        samples = map(copy_sample, samples_of(stream))
         block = list(islice(samples, NUM_PROBES))
         if not block:
             read = " A generator yields its rows once." if is_read_once(stream) else ""

@@ -24,7 +24,7 @@ from lightning_memmap.errors import DatasetError, MismatchError, SchemaError, de
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.schema.fields import TO_NUMPY, Field, Values, field_name
 from lightning_memmap.schema.kinds import Bytes, Duration, Text
-from lightning_memmap.schema.stack import Branch, as_tensor, fit, fit_lists
+from lightning_memmap.schema.stack import Branch, as_tensor, as_values, lists_as_values
 from lightning_memmap.schema.structure import Node
 from lightning_memmap.schema.structure import Path as Keys
 from lightning_memmap.store.sources.column import TableColumn, split_by_group
@@ -62,13 +62,13 @@ class ArrowRows(Branch):
         return len(self.array)
 
     @override
-    def given(self) -> NDArray[np.bool_]:
+    def is_present(self) -> NDArray[np.bool_]:
         found: NDArray[np.bool_] = self.array.is_valid().to_numpy(zero_copy_only=False)
         return found
 
     @override
-    def where(self, given: NDArray[np.bool_]) -> Branch:
-        return self._like(self.array.filter(pa.array(given)))
+    def select(self, mask: NDArray[np.bool_]) -> Branch:
+        return self._like(self.array.filter(pa.array(mask)))
 
     @override
     def parts(self, node: Node, path: Keys) -> Sequence[Branch]:
@@ -104,8 +104,10 @@ class ArrowRows(Branch):
         if self.are_python:
             numbers = _as_python(field, numbers)
         if self.shape is not None:
-            return fit(field, numbers.reshape(-1, *self.shape))
-        return fit_lists(field, numbers, _lengths(array)) if is_list else fit(field, numbers)
+            return as_values(field, numbers.reshape(-1, *self.shape))
+        if is_list:
+            return lists_as_values(field, numbers, _lengths(array))
+        return as_values(field, numbers)
 
     def _like(self, array: Any) -> "ArrowRows":
         return ArrowRows(array, shape=self.shape, are_python=self.are_python)
@@ -210,7 +212,7 @@ def _objects(rows: ArrowRows) -> list[Any]:
         found = list(numbers)
     else:
         return list(array.to_pylist())
-    given = rows.given().tolist()
+    given = rows.is_present().tolist()
     return [value if here else None for value, here in zip(found, given, strict=True)]
 
 

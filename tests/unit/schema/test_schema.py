@@ -26,8 +26,8 @@ from lightning_memmap.schema.fields import (
     Field,
     RowList,
     field_name,
-    name_as_given,
-    name_as_stored,
+    readable_name,
+    stored_name,
 )
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.structure import Node, leaf_node
@@ -277,14 +277,14 @@ def test_field_name_different_keys_have_different_names_without_separators(
     [{"image": 1, "Image": 2}, {1: 1, "1": 2}, {"a": {"b": 1}, "A": {"B": 2}}],
 )
 def test_field_names_that_share_a_file_are_refused(sample: Any) -> None:
-    with pytest.raises(SchemaError, match="are the same but for case"):
+    with pytest.raises(SchemaError, match="differ only in case"):
         Schema.infer([sample])
 
 
 def test_field_with_the_name_of_a_mask_is_refused() -> None:
     one, other = {"a": {"mask": 1}}, {"a": None}
     for samples in ([one, other], [other, one]):
-        with pytest.raises(SchemaError, match=r"'a.mask' .*mask of what may be None: rename"):
+        with pytest.raises(SchemaError, match=r"'a.mask' .*mask of an optional field"):
             Schema.infer(samples)
 
 
@@ -781,16 +781,16 @@ NAMED = {"in:put": {"a b": torch.zeros(3), "c.d": torch.zeros(3)}, "né": [torch
 
 def test_missing_field_is_told_by_its_keys_with_the_nearest_or_its_children() -> None:
     schema = Schema.infer([NAMED])
-    names = [name_as_given(field.name) for field in schema.fields]
+    names = [readable_name(field.name) for field in schema.fields]
     assert names == ["in:put.a b", "in~3Aput.c~2Ed", "né.0", "né.1"]
-    assert [*map(name_as_stored, names)] == [field.name for field in schema.fields]
+    assert [*map(stored_name, names)] == [field.name for field in schema.fields]
     for name, expected, absent in [
         ("in:put", ["in:put.a b", "in~3Aput.c~2Ed"], "leave it out"),
         ("né", ["né.0", "né.1"], "did you mean"),
         ("in:put.a_b", ["'in:put.a_b'", "did you mean 'in:put.a b'"], "leave it out"),
         ("nothing", ["'nothing'", "leave it out"], "did you mean"),
     ]:
-        why = schema.why_no_field(name_as_stored(name))
+        why = schema.why_no_field(stored_name(name))
         assert all(each in why for each in expected), why
         assert absent not in why
         assert f"'{name}'" in why

@@ -163,8 +163,8 @@ def test_stream_is_read_until_a_row_shows_what_others_have(tmp_path: Path) -> No
             [torch.zeros(2), torch.zeros(3)],
             r"'parts': found records of the shapes \[\(2,\), \(3,\)",
         ),
-        ([{"t": ["a"]}, {"t": ["a", "b"]}], "'parts.t': the records of a list have lists of diff"),
-        ([{"t": 1}, {"t": 1.5}], "'parts' is a list of parts that differ in more than their val"),
+        ([{"t": ["a"]}, {"t": ["a", "b"]}], "'parts.t': lists of different lengths"),
+        ([{"t": 1}, {"t": 1.5}], "'parts': the records of a list differ"),
     ],
 )
 def test_lists_of_parts_that_are_not_alike_are_refused(
@@ -258,7 +258,7 @@ def test_manifest_that_lies_is_refused(scenes: Path, edit: Any) -> None:
     ids=["arrays", "records without a field", "records without a number"],
 )
 def test_rows_with_a_length_and_no_values_are_refused(tmp_path: Path, make: Any) -> None:
-    with pytest.raises(SchemaError, match=r"field 'x': .*no values: give .* number, or leave"):
+    with pytest.raises(SchemaError, match=r"field 'x': .*no values.*length"):
         build(tmp_path / "s", [{"x": make(row), "y": row} for row in range(30)])
 
 
@@ -433,7 +433,7 @@ def test_list_and_its_items_that_are_both_none_are_refused(
 ) -> None:
     rows: Any = [{"t": items}, {"t": []}, {"t": items[:1]}, *([] if declared else [{"t": None}])]
     arguments: Any = {"variable": ["t"], "nullable": ["t"]} if declared else {}
-    with pytest.raises(SchemaError, match=r"field 't': .*give an empty list in place"):
+    with pytest.raises(SchemaError, match=r"field 't': .*an empty list instead of None"):
         build(tmp_path / "s", rows, **arguments)
     kept = [row for row in rows if row["t"] is not None]
     store = build(tmp_path / "t", kept)
@@ -443,7 +443,7 @@ def test_list_and_its_items_that_are_both_none_are_refused(
 def test_list_of_several_dtypes_in_a_record_is_refused_and_a_tuple_is_not(tmp_path: Path) -> None:
     rows: Any = [{"o": [{"box": [row, 1, 2.0]}] * (row % 3)} for row in range(12)]
     for source in (rows, (row for row in rows)):
-        with pytest.raises(SchemaError, match=r"'o.box' are lists of float64 and int64: .*a tuple"):
+        with pytest.raises(SchemaError, match=r"'o.box' are lists of float64 and int64.*a tuple"):
             build(tmp_path / "s", source)
     for name, box in (("t", (1, 2.0)), ("u", [1.0, 2.0])):
         build(tmp_path / name, [{"o": [{"box": box, "l": 1}] * (row % 3)} for row in range(12)])

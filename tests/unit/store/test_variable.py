@@ -184,7 +184,7 @@ def test_later_row_that_differs_names_the_argument_that_stores_it(
         ([{"row": 0, "ids": [1, 2], "names": ["a"]}], ["id"],
          r"no field 'id', among \['row', 'ids.0', 'ids.1', 'names.0'\]"),
         ([{"x": 1.0}, {"x": {1, 2}}], None, r"row 1, field 'x': found set, which (?!.*All rows)"),
-        ([{"ids": [1, 2.5]}], ["ids"], "rows of 'ids' are lists of float64 and int64: give"),
+        ([{"ids": [1, 2.5]}], ["ids"], "rows of 'ids' are lists of float64 and int64"),
         ([{"ids": []}, {"ids": []}], None, r"'ids' is an empty list in each of the 2 rows"),
         ([{"x": torch.zeros(0, 2**16)}, {"x": torch.zeros(0, 2**17)}], None,
          r"'x': a row of shape \(0, 131072\) has no values"),
@@ -254,7 +254,7 @@ def test_list_that_is_empty_in_all_rows_read_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_lists_of_other_numbers_are_named(tmp_path: Path, num_workers: int) -> None:
-    words = r"rows of 'ids' are lists of float64 and int64: give all"
+    words = r"rows of 'ids' are lists of float64 and int64"
     for first, later in (([1], [1.5, 2.5]), ([], [1, 2.5]), ([1, 2], [1.5])):
         # Where the first row is slow, each other one is compared with that one alone.
         for delay_s in (0.0, 0.15):
