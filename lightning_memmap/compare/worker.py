@@ -108,7 +108,7 @@ def _record_hashes(
     spec: RunSpec, trainer: Any, data: MemmapDataModule, hashes: list[int]
 ) -> MemmapDataModule:
     """Append the hash of each batch to a list, before the transform changes the batch."""
-    # Random crops are not those of the rows that the store reads one by one.
+    # The hashes of the store's rows, which are read one by one, are of center crops.
     if data.decode:
         data = data.with_options(decode=center_crops(data.decode))
     if spec.transform_is_random:

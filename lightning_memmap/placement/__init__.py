@@ -1,4 +1,4 @@
-"""Where each shard is kept, and whether it fits.
+"""The placement of shards on devices and in host memory, and whether they fit.
 
 topology  the data devices, how much memory shards may use, and where batches are assembled
 plan      the residency of each shard, as a plan and as a table

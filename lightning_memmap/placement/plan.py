@@ -220,7 +220,9 @@ def _check_blocks(splits: Mapping[str, SplitShards], budget_bytes: int) -> None:
     # Bytes of one row of each shard in the largest block.
     row_bytes = [shards.block_bytes / Blocks(shards.order).longest for shards in splits.values()]
     max_rows = int(budget_bytes / max(1, 2 * sum(row_bytes)))
-    blocks = ", ".join(f"{each.order.shuffle_block} rows ({name})" for name, each in splits.items())
+    blocks = ", ".join(
+        f"{shards.order.shuffle_block} rows ({name})" for name, shards in splits.items()
+    )
     remedy = f"Use shuffle_block={max_rows} or less" if max_rows else "Not even one row fits"
     raise PlacementError(
         f"residency='stream': two blocks of each split, with {blocks} of each of this process's"

@@ -50,7 +50,7 @@ _OVERFLOWS = ("error", "split", "truncate", "drop")
 #: The number of documents for which a batch has room is a multiple of this.
 _DOCUMENTS_MULTIPLE = 8
 _NO_LIMIT = 2**40
-#: A mixture has room for so many times the packs that the first epoch needs.
+#: The packs of a mixture are this many times those that its first epoch needs.
 _MIXTURE_MARGIN = 1.02
 #: Derives the seed by which documents of training sets are drawn.
 _DRAWING_SEED = 1
@@ -202,10 +202,10 @@ class Packed(ReprAsCall, SamplerFactory):
             raise ValueError(f"{self!r}: the training set {empty[0]!r} has no row to pack")
         if self.shares_of == "tokens":
             means = np.bincount(sets, lengths, num_sets) / np.maximum(1, set_counts)
-            wanted = shares * lengths.sum() / np.maximum(1, means)
+            num_drawn = shares * lengths.sum() / np.maximum(1, means)
         else:
-            wanted = shares * len(lengths)
-        stops = np.cumsum(np.maximum(shares > 0, np.rint(wanted))).astype(np.int64)
+            num_drawn = shares * len(lengths)
+        stops = np.cumsum(np.maximum(shares > 0, np.rint(num_drawn))).astype(np.int64)
         # The documents of an epoch, set after set, are dealt to the shards in turn.
         shards = np.arange(num_shards)[:, None]
         before = -(-(np.append(0, stops) - shards) // num_shards)
@@ -426,13 +426,13 @@ class Documents:
             lengths = np.minimum(lengths, limit)
         if options.overflow != "split" or not (lengths[:, 0] > limit).any():
             return cls(Numbers(lengths), sizes, None, None, streams)
-        num_pieces = np.maximum(1, -(-lengths[:, 0].astype(np.int64) // limit))
-        rows = np.repeat(np.arange(len(lengths)), num_pieces)
-        starts = ranges(np.zeros_like(num_pieces), num_pieces) * limit
-        pieces = np.minimum(limit, lengths[rows, 0] - starts)[:, None]
+        num_chunks = np.maximum(1, -(-lengths[:, 0].astype(np.int64) // limit))
+        rows = np.repeat(np.arange(len(lengths)), num_chunks)
+        starts = ranges(np.zeros_like(num_chunks), num_chunks) * limit
+        chunk_lengths = np.minimum(limit, lengths[rows, 0] - starts)[:, None]
         shards = np.repeat(np.arange(len(sizes)), sizes)
-        counts = np.bincount(shards, num_pieces, len(sizes)).astype(np.int64)
-        return cls(Numbers(pieces.astype(lengths.dtype)), counts, rows, starts, streams)
+        counts = np.bincount(shards, num_chunks, len(sizes)).astype(np.int64)
+        return cls(Numbers(chunk_lengths.astype(lengths.dtype)), counts, rows, starts, streams)
 
     @property
     def identity(self) -> dict[str, Any]:

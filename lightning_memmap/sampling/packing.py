@@ -95,16 +95,16 @@ class Drawing:
         num_sets = self._counts.shape[1]
         for number in range(num_sets):
             count = int(self._counts[shard, number])
-            wanted = int(self._drawn[shard, number])
-            position = epoch * wanted
+            remaining = int(self._drawn[shard, number])
+            position = epoch * remaining
             stream = int(self._streams[shard]) * num_sets + number
-            while wanted:
+            while remaining:
                 reading, skipped = divmod(position, count)
                 order = random_bits(self._seed, reading, stream).random_raw(count).argsort()
-                part = order[skipped : skipped + wanted]
+                part = order[skipped : skipped + remaining]
                 drawn.append(part + start)
                 position += len(part)
-                wanted -= len(part)
+                remaining -= len(part)
             start += count
         return np.concatenate(drawn)
 

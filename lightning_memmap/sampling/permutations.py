@@ -183,8 +183,8 @@ class _Rotated:
         bounds = np.arange(num_shards + 1) * largest // num_shards
         inside = _random_table(bits, 1, num_shards, 2**31)[0] % np.maximum(1, np.diff(bounds))
         self._rotations = (bounds[:-1] + inside)[ranges].astype(np.uint32)
-        # A shard that is one row shorter lacks the last offset. What the last offset becomes takes
-        # its place.
+        # A shard that is one row shorter lacks the last offset, so the image of the last offset
+        # replaces it.
         is_short = np.flatnonzero(sizes < largest)
         self._replaced = np.full(num_shards, -1, np.int64)
         if len(is_short):
@@ -262,17 +262,17 @@ class _Cipher:
             self._shard_rounds(chunk_upper, chunk_lower, tables, out)
         # Results outside of their shard are permuted again until they are inside ("cycle walking"),
         # or back at their offset, which only happens behind the last position.
-        left = np.flatnonzero(offsets >= self._sizes[-1])
-        while len(left):
-            left_shards = shards[left % num_shards]
-            results = offsets[left]
-            is_outside = results >= self._sizes[left_shards]
-            is_left = is_outside & (results != start + left // num_shards)
-            left = left[is_left]
-            tables = (left_shards[is_left] * self._high).astype(np.uint32)
-            again = np.empty_like(left)
-            self._shard_rounds(*self._common_rounds(results[is_left]), tables, again)
-            offsets[left] = again
+        outside = np.flatnonzero(offsets >= self._sizes[-1])
+        while len(outside):
+            outside_shards = shards[outside % num_shards]
+            results = offsets[outside]
+            is_beyond = results >= self._sizes[outside_shards]
+            is_outside = is_beyond & (results != start + outside // num_shards)
+            outside = outside[is_outside]
+            tables = (outside_shards[is_outside] * self._high).astype(np.uint32)
+            again = np.empty_like(outside)
+            self._shard_rounds(*self._common_rounds(results[is_outside]), tables, again)
+            offsets[outside] = again
         offsets += np.tile(shard_starts, len(upper))
         return offsets
 

@@ -113,12 +113,12 @@ class BatchSchedule:
         return tuple(steps for steps in stretches if len(steps))
 
     def _steps(self, start: int, stop: int) -> ConsecutiveSteps:
-        num_full, left = divmod(stop - start, self.global_batch)
-        if not left or self.drop_last:
+        num_full, rest = divmod(stop - start, self.global_batch)
+        if not rest or self.drop_last:
             return ConsecutiveSteps(start, self.global_batch, num_full)
-        if not num_full or left >= self.num_shards:
-            return ConsecutiveSteps(start, self.global_batch, num_full, (left,))
-        shared = self.global_batch + left
+        if not num_full or rest >= self.num_shards:
+            return ConsecutiveSteps(start, self.global_batch, num_full, (rest,))
+        shared = self.global_batch + rest
         is_one_step = shared // 2 < math.gcd(self.global_batch, self.num_shards)
         tail = (shared,) if is_one_step else (shared - shared // 2, shared // 2)
         return ConsecutiveSteps(start, self.global_batch, num_full - 1, tail)
@@ -128,11 +128,11 @@ class BatchSchedule:
 
     def bounds(self, step: int) -> tuple[int, int]:
         """Return the first and one past the last position of a step."""
-        left = step
+        offset = step
         for steps in self.stretches:
-            if 0 <= left < len(steps):
-                return steps.position(left), steps.position(left + 1)
-            left -= len(steps)
+            if 0 <= offset < len(steps):
+                return steps.position(offset), steps.position(offset + 1)
+            offset -= len(steps)
         raise IndexError(f"step={step}: the schedule has {len(self)} steps")
 
 

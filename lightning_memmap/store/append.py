@@ -114,7 +114,7 @@ def _joined_classes(store: Store, dataset: Any) -> tuple[str, ...]:
         if one != other:
             raise DatasetError(
                 f"dataset: label {label} is the class {other!r}, and {one!r} in the store at"
-                f" {store.path}. Change the labels of the dataset to those of the store, whose"
+                f" {store.path}. Use the labels of the store, whose"
                 f" classes are {short_repr(list(old))}"
             )
     return max(old, new, key=len)

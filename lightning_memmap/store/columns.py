@@ -176,13 +176,13 @@ class RaggedColumn(_Column):
         return f"{self.field.name}.values"
 
     @property
-    def places_name(self) -> str:
+    def entries_name(self) -> str:
         """During a build, the file with the location of each row: writer, offset and sizes."""
         return f"{self.field.name}.at{TEMPORARY}"
 
-    def piece_name(self, piece: int) -> str:
+    def unsorted_name(self, number: int) -> str:
         """Return the file of one writer during a build."""
-        return f"{self.field.name}.{piece:016x}{TEMPORARY}"
+        return f"{self.field.name}.{number:016x}{TEMPORARY}"
 
     @property
     def _index_width(self) -> int:
@@ -194,7 +194,7 @@ class RaggedColumn(_Column):
     def bounds(self) -> Mapping[str, Integers]:
         rows = _row_bounds(self.shards)
         if not self.shard_items:
-            return {self.places_name: rows * 8 * (2 + self.field.num_variable)}
+            return {self.entries_name: rows * 8 * (2 + self.field.num_variable)}
         items = np.cumsum((0, *self.shard_items), dtype=np.int64)
         index = rows * 8 * self._index_width
         return {self.index_name: index, self.rows_name: items * self.field.item_bytes}
@@ -221,19 +221,19 @@ class RaggedColumn(_Column):
         # Without items, or with one, any stride counts as contiguous.
         data = items.as_strided((items.numel(),), (1,)).view(torch.uint8).numpy()
         _check_sizes(self.field, values.sizes)
-        file = files.open(self.piece_name(files.number), os.O_CREAT)
+        file = files.open(self.unsorted_name(files.number), os.O_CREAT)
         # Append: the file may end with an incomplete row.
         begin = os.fstat(file).st_size
         write_all(file, data.data, begin)
         num_bytes = values.sizes.prod(axis=1) * self.field.item_bytes
-        places = np.empty((len(rows), 2 + self.field.num_variable), np.int64)
-        places[:, 0] = files.number
-        places[:, 1] = begin + np.cumsum(num_bytes) - num_bytes
-        places[:, 2:] = values.sizes
+        entries = np.empty((len(rows), 2 + self.field.num_variable), np.int64)
+        entries[:, 0] = files.number
+        entries[:, 1] = begin + np.cumsum(num_bytes) - num_bytes
+        entries[:, 2:] = values.sizes
         write_rows(
-            files.open(self.places_name),
+            files.open(self.entries_name),
             self.shards.file_rows(np.asarray(rows)),
-            places.view(np.uint8),
+            entries.view(np.uint8),
         )
 
     def finish(self, directory: Path) -> "RaggedColumn":
@@ -242,15 +242,15 @@ class RaggedColumn(_Column):
         edges = np.zeros(len(bounds), np.int64)
         end = num_bytes = 0
         with closing(OpenFiles(directory)) as files:
-            for first, places in self._places(files):
-                packed = packed_index(places[:, 2:])
+            for first, entries in self._entries(files):
+                packed = packed_index(entries[:, 2:])
                 packed[:, 0] += end
-                within = (bounds > first) & (bounds <= first + len(places))
+                within = (bounds > first) & (bounds <= first + len(entries))
                 edges[within] = packed[bounds[within] - first - 1, 0]
                 end = int(packed[-1, 0])
                 index = files.open(self.index_name, os.O_CREAT)
                 write_all(index, leaf_bytes(packed).data, first * 8 * self._index_width)
-                for joined in self.joined(directory, places):
+                for joined in self.joined(directory, entries):
                     write_all(files.open(self.rows_name, os.O_CREAT), joined.data, num_bytes)
                     num_bytes += len(joined)
             if num_bytes:
@@ -258,33 +258,34 @@ class RaggedColumn(_Column):
             files.sync()
         return replace(self, shard_items=tuple(np.diff(edges).tolist()))
 
-    def _places(self, files: OpenFiles) -> Iterator[tuple[int, Integers]]:
+    def _entries(self, files: OpenFiles) -> Iterator[tuple[int, Integers]]:
         """Yield the first row and the records of blocks of rows, in file order."""
         width = 2 + self.field.num_variable
-        file = files.open(self.places_name)
+        file = files.open(self.entries_name)
         for first in range(0, self.shards.num_rows, LOCATED_ROWS):
             count = min(LOCATED_ROWS, self.shards.num_rows - first)
             data = read_exactly(file, first * 8 * width, count * 8 * width)
             yield first, data.view(np.int64).reshape(count, width)
 
-    def joined(self, directory: Path, places: Integers) -> Iterator[NDArray[np.uint8]]:
+    def joined(self, directory: Path, entries: Integers) -> Iterator[NDArray[np.uint8]]:
         """Yield the bytes of rows, concatenated."""
-        pieces: dict[int, NDArray[np.uint8]] = {}
-        ends = np.cumsum(places[:, 2:].prod(axis=1)) * self.field.item_bytes
+        files: dict[int, NDArray[np.uint8]] = {}
+        ends = np.cumsum(entries[:, 2:].prod(axis=1)) * self.field.item_bytes
         first = 0
         begin = 0
         while first < len(ends):
             end = max(first + 1, int(np.searchsorted(ends, begin + _JOIN_BYTES, side="right")))
-            rows = places[first:end]
+            rows = entries[first:end]
             starts = np.append(begin, ends[first : end - 1])
             lengths = ends[first:end] - starts
             out = np.empty(int(ends[end - 1]) - begin, np.uint8)
-            for piece in np.unique(rows[lengths > 0, 0]).tolist():
-                if piece not in pieces:
-                    pieces[piece] = np.memmap(directory / self.piece_name(piece), np.uint8, "r")
-                mine = rows[:, 0] == piece
+            for number in np.unique(rows[lengths > 0, 0]).tolist():
+                if number not in files:
+                    path = directory / self.unsorted_name(number)
+                    files[number] = np.memmap(path, np.uint8, "r")
+                is_here = rows[:, 0] == number
                 copy_segments(
-                    pieces[piece], rows[mine, 1], out, starts[mine] - begin, lengths[mine]
+                    files[number], rows[is_here, 1], out, starts[is_here] - begin, lengths[is_here]
                 )
             if len(out):
                 yield out

@@ -279,14 +279,14 @@ class BackgroundBuild:
     Once the constructor returns, rows of all of them can be read. They share worker processes.
 
     Args:
-        asked: By name, what to build.
+        requests: The stores to build, by name.
         num_workers: Processes that read and write.
         plan: Finds the rows that are needed first.
         step_rows: The number of these rows that are needed together.
     """
 
     def __init__(
-        self, asked: Mapping[str, BuildRequest], num_workers: int, plan: Plan, step_rows: int
+        self, requests: Mapping[str, BuildRequest], num_workers: int, plan: Plan, step_rows: int
     ) -> None:
         self._step_rows = step_rows
         self._builds = dict[str, _Build]()
@@ -294,20 +294,20 @@ class BackgroundBuild:
         self._is_stopped = False
         with ExitStack() as stack:
             # In one order: else two trainings that name the same stores would deadlock.
-            for name, request in sorted(asked.items(), key=lambda item: item[1].directory.path):
+            for name, request in sorted(requests.items(), key=lambda item: item[1].directory.path):
                 check_free(request.directory.path, "`store_dir`")
                 self._locks[name] = stack.enter_context(ExitStack())
                 self._locks[name].enter_context(request.directory.locked())
             # Another process may have built them while we waited.
-            self._asked = {
+            self._requests = {
                 name: request
-                for name, request in asked.items()
+                for name, request in requests.items()
                 if not is_store(request.directory.path)
             }
-            datasets = {name: request.dataset for name, request in self._asked.items()}
+            datasets = {name: request.dataset for name, request in self._requests.items()}
             for name, dataset in datasets.items():
                 # A resumed build may have written the first rows already.
-                is_new = not self._asked[name].directory.unfinished(KEY)
+                is_new = not self._requests[name].directory.unfinished(KEY)
                 if is_new and not isinstance(dataset, Store) and is_read_by_item(dataset):
                     datasets[name] = ReadAhead(dataset)
             self._workers = stack.enter_context(Workers(datasets, num_workers))
@@ -343,16 +343,16 @@ class BackgroundBuild:
 
     def _begin(self, plan: Plan) -> None:
         """Read the probe rows, and begin or resume all builds."""
-        asked = self._asked
+        requests = self._requests
         planned = dict[str, Store]()
-        for name, request in asked.items():
+        for name, request in requests.items():
             shards = request.shards(check_length(request.dataset))
             # Enough of a store to compute an order of its rows.
             draft = Manifest.draft(shards.num_rows, shards.num_shards, _ANY_SCHEMA)
             planned[name] = Store(request.directory.path, draft, ())
         probers = {
             name: calling(read_probes, request.declared, representative_samples)
-            for name, request in asked.items()
+            for name, request in requests.items()
         }
         identities = dict[str, Fingerprint]()
         probes = dict[str, Probes]()
@@ -362,18 +362,18 @@ class BackgroundBuild:
         def tasks() -> Iterator[tuple[str, int]]:
             for name, store in planned.items():
                 yield name, store.num_rows
-            if not asked:
+            if not requests:
                 return
             # While one worker reads the probe rows.
             self._workers.start()
             first.update(plan(planned))
             read_ahead.update(self._read_ahead(first))
-            identities.update((name, request.identity) for name, request in asked.items())
+            identities.update((name, request.identity) for name, request in requests.items())
 
         self._workers.run(
             partial(_ByName, probers), tasks(), lambda task, read: probes.update({task[0]: read})
         )
-        for name, request in asked.items():
+        for name, request in requests.items():
             draft = request.draft(request.dataset, probes[name], identities[name])
             path = request.directory.path
             row_bytes = probes[name].typical_bytes
@@ -565,7 +565,7 @@ class _GrowingItems(RaggedRows):
     def of(cls, column: RaggedColumn, store: GrowingStore) -> Self:
         """Open the column of a store that is being built."""
         shape = column.shards.num_rows, 2 + column.field.num_variable
-        entries = np.memmap(store.files / column.places_name, np.int64, "r", shape=shape)
+        entries = np.memmap(store.files / column.entries_name, np.int64, "r", shape=shape)
         return cls(column.field, column.shards, column, store, entries)
 
     @override

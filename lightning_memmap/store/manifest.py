@@ -190,7 +190,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Write the manifest at once; in its place it makes the directory a store."""
         data = self.encode()
         temporary = directory / (name + TEMPORARY)
-        # What a killed process has left there, or others have planted, is removed, not written to.
+        # A file there may be of a killed process, or planted: remove it instead of writing to it.
         temporary.unlink(missing_ok=True)
         with open(temporary, "xb") as file:
             file.write(data)
@@ -273,7 +273,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         check_schema(self.schema)
         names = [field.name for field in self.schema.fields]
         counts = {field.name: self.num_shards for field in self.schema.fields if field.num_variable}
-        if {name: len(each) for name, each in self.items.items()} != counts:
+        if {name: len(items) for name, items in self.items.items()} != counts:
             raise ValueError("its columns do not match its fields")
         if len(names) * self.num_shards > _MAX_FIELD_SHARDS:
             raise ValueError(
@@ -288,7 +288,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for text in (*self.source, *self.source.values(), *self.classes):
             if not text.isprintable():
                 raise ValueError(f"{short_repr(text)} is not a printable text")
-        if not any(each.file_bytes for each in self.columns) and self.num_rows > _MAX_EMPTY_ROWS:
+        if (
+            not any(column.file_bytes for column in self.columns)
+            and self.num_rows > _MAX_EMPTY_ROWS
+        ):
             raise ValueError(f"{self.num_rows} rows without a byte, of {_MAX_EMPTY_ROWS} at most")
 
 

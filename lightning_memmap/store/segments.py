@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.integers import Integers
 
 Bytes = NDArray[np.uint8]
 
@@ -16,36 +16,38 @@ _PASS_BYTES = 2**17
 
 
 def copy_segments(
-    source: Bytes, starts: Integers, target: Bytes, places: Integers, lengths: Integers
+    source: Bytes, starts: Integers, target: Bytes, target_starts: Integers, lengths: Integers
 ) -> None:
-    """Copy segments of memory."""
+    """Copy segments of memory, ``target[t:t + n] = source[s:s + n]`` for each ``s, t, n``."""
     if not len(lengths):
         return
-    for memory, firsts in ((source, starts), (target, places)):
-        if firsts.min() < 0 or (firsts + lengths).max() > len(memory) or lengths.min() < 0:
+    for memory, begins in ((source, starts), (target, target_starts)):
+        if begins.min() < 0 or (begins + lengths).max() > len(memory) or lengths.min() < 0:
             raise IndexError("a segment is outside the memory that it is copied from or to")
     long = np.flatnonzero(lengths >= _LONG_BYTES)
     # Slicing memory takes half as long in Python as in numpy.
-    taken = source.data
-    put = target.data
-    begins = starts[long]
-    ends = places[long]
-    edges = (begins, begins + lengths[long], ends, ends + lengths[long])
-    for begin, stop, place, end in zip(*(edge.tolist() for edge in edges), strict=True):
-        put[place:end] = taken[begin:stop]
+    source_data = source.data
+    target_data = target.data
+    bounds = (
+        starts[long],
+        starts[long] + lengths[long],
+        target_starts[long],
+        target_starts[long] + lengths[long],
+    )
+    for start, stop, target_start, target_stop in zip(*map(np.ndarray.tolist, bounds), strict=True):
+        target_data[target_start:target_stop] = source_data[start:stop]
     for block, segments in _by_block(lengths, _LONG_BYTES):
-        blocks = _windows(source, block)
-        spots = _windows(target, block)
-        begins = starts[segments]
-        ends = places[segments]
+        source_blocks = _windows(source, block)
+        target_blocks = _windows(target, block)
         rests = lengths[segments] - block
         step = _PASS_BYTES // block
         for first in range(0, len(segments), step):
-            begin = begins[first : first + step]
-            end = ends[first : first + step]
+            chunk = segments[first : first + step]
+            start = starts[chunk]
+            target_start = target_starts[chunk]
             rest = rests[first : first + step]
-            spots[end] = blocks[begin]
-            spots[end + rest] = blocks[begin + rest]
+            target_blocks[target_start] = source_blocks[start]
+            target_blocks[target_start + rest] = source_blocks[start + rest]
 
 
 def _by_block(lengths: Integers, below: int) -> Iterator[tuple[int, Integers]]:

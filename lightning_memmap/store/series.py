@@ -41,7 +41,8 @@ def windowed(store: Store, rows: Rows, windows: Windows | None) -> Rows:
             )
 
     names = tuple(windows.fields)
-    length, stride = windows.length, windows.stride
+    length = windows.length
+    stride = windows.stride
     steps = Numbers(read_series(store, names, rows).steps)
     all_rows = store.rows()
     all_windows = None

@@ -161,14 +161,14 @@ class StoredTensor(MemoryMappedTensor):
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        # A copy has memory of its own, as after `clone`.
+        # A copy does not share memory, as after `clone`.
         memo[id(self)] = copied = self.clone()
         return copied
 
     @override
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        place = tuple(self.shape), self.stride(), self.storage_offset()
-        return _reopen, (type(self), self.source, *place)
+        layout = tuple(self.shape), self.stride(), self.storage_offset()
+        return _reopen, (type(self), self.source, *layout)
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:

@@ -182,7 +182,7 @@ class _Process:
             raise DatasetError(
                 "a worker process that read the dataset has died. If memory ran out, use a smaller"
                 f" num_workers than {self._num_workers}; num_workers=0 (with build='first') reads"
-                " in this process and shows where it dies. What was stored is kept"
+                " in this process and shows where it dies. Rows that were stored are kept"
             ) from error
 
 
@@ -268,9 +268,8 @@ def threads(count: int) -> ThreadPoolExecutor:
 
 
 def give_way() -> None:
-    """Let this thread, and those that it starts, come after a training, whose threads wait for each
-    other."""
-    # Of Linux: elsewhere, it would be that of the process.
+    """Lower the priority of this thread and of threads that it starts, below that of training."""
+    # On Linux this holds for a thread, elsewhere for the process.
     os.nice(_NICENESS)
 
 
@@ -284,7 +283,7 @@ def check_num_workers(num_workers: int) -> int:
 
 @contextmanager
 def _our_errors() -> Iterator[None]:
-    """Errors of a dataset as those of this package, which can be sent to another process."""
+    """Convert errors of a dataset to errors of this package, which can be pickled."""
     try:
         yield
     except (MemmapError, OSError):

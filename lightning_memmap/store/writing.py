@@ -1,10 +1,10 @@
 """Writers of rows: of a dataset, a range at a time, or of a table.
 
-The rows of a dataset are read by slices of its arrays, or item by item. Those of a table are
-written by several processes, in any order. One makes the files (`TableBuild`), each writes the rows
+The rows of a dataset are read by slices of its arrays, or item by item. Several processes write the
+rows of a table, in any order. One makes the files (`TableBuild`), each writes the rows
 that it has (`TableWriter`) and marks them in the journal, and the first one finishes the table:
 each row was written exactly once if all are marked, and the processes have written as many rows as
-the table has. If a process ends before that, there is no table, or the old one.
+the table has. If a process ends before that, the table is absent, or still the old one.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -264,7 +264,7 @@ class TableWriter:
         except (FileNotFoundError, NotADirectoryError):
             raise StoreError(
                 f"this process does not see the files of the table at {path}: all processes"
-                " must share one file system there, also those of other machines"
+                " must share one file system there, also on other machines"
             ) from None
 
     def write(self, rows: Sequence[int] | Integers, values: Sequence[Values]) -> None:

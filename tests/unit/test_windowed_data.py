@@ -170,7 +170,7 @@ def test_rows_of_one_shape_are_cut_too(tmp_path: Path, residency: str) -> None:
 )
 def test_file_of_no_tokens_is_named(tmp_path: Path, content: bytes, dtype: str) -> None:
     (tmp_path / "tokens.bin").write_bytes(content)
-    words = rf"tokens\.bin has {len(content)} bytes, which are no tokens of dtype='{dtype}'"
+    words = rf"tokens\.bin has {len(content)} bytes, .* dtype='{dtype}'"
     with pytest.raises(ValueError, match=words):
         TokenStream(tmp_path / "tokens.bin", 2, dtype=dtype)
 

@@ -112,9 +112,9 @@ class RemoteFiles:
                 f"no store at {self.url}, and no directory that can be listed. Use the URL of one"
                 f" store, such as {self.url / 'train'}"
             )
-        if not (found := self.stores_inside()):
+        if not (stores := self.stores_inside()):
             raise StoreNotFoundError(f"no store at {self.url}, nor in the directories there")
-        return found
+        return stores
 
     def stores_inside(self) -> list[str]:
         """Find the stores one or two levels down in a directory that can be listed."""
@@ -123,8 +123,8 @@ class RemoteFiles:
         except StoreNotFoundError:
             return []
         names = [str(file).rstrip("/").removeprefix(f"{self._path}/") for file in files]
-        found = [name.removesuffix(f"/{MANIFEST}") for name in names if f"/{MANIFEST}" in name]
-        return sorted(name for name in found if name[0] != "." and "/." not in name)
+        stores = [name.removesuffix(f"/{MANIFEST}") for name in names if f"/{MANIFEST}" in name]
+        return sorted(name for name in stores if name[0] != "." and "/." not in name)
 
     def write(self, name: str, source: Path | bytes) -> None:
         """Upload a file, or write a small one. Object stores show it once it is complete."""
@@ -176,12 +176,12 @@ class RemoteFiles:
     def _read_web(self, path: str, start: int, end: int) -> bytes:
         try:
             loop = self._system.loop
-            found: bytes = sync(loop, _read_part, self._system, path, start, end)
+            data: bytes = sync(loop, _read_part, self._system, path, start, end)
         except FSTimeoutError as error:
             raise TimeoutError(
                 f"no bytes for {_SILENCE_S:g} s, or too few in {_READ_S:g} s"
             ) from error
-        return found
+        return data
 
     def _tried(self, work: Callable[[], T], name: str, patience_s: float = math.inf) -> T:
         where = self.url / name if name else self.url
@@ -189,7 +189,7 @@ class RemoteFiles:
         if is_offline():
             raise UnreachableError(f"{where} cannot be reached: {OFFLINE} is set")
         deadline = monotonic() + patience_s
-        for left in reversed(range(_NUM_TRIES)):
+        for num_left in reversed(range(_NUM_TRIES)):
             try:
                 with self._patient(where):
                     return work()
@@ -205,7 +205,7 @@ class RemoteFiles:
                         " (for s3:// in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or in"
                         " ~/.aws), and that the server and the library of its protocol can do it"
                     ) from error
-                if not left or monotonic() > deadline:
+                if not num_left or monotonic() > deadline:
                     raise UnreachableError(
                         f"{where} cannot be reached: {describe_error(error)}: see that this machine"
                         " has a network, and that the address is right (for s3:// of another"

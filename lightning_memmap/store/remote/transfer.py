@@ -154,10 +154,10 @@ def pull_store(
 
 
 def _url(given: str) -> StoreUrl:
-    place = path_or_url(given)
-    if not isinstance(place, StoreUrl):
+    url = path_or_url(given)
+    if not isinstance(url, StoreUrl):
         raise ValueError(f"url={given!r}: must be a URL like s3://bucket/stores/train")
-    return place
+    return url
 
 
 def _decoded(data: bytes | None, where: str) -> Manifest | None:

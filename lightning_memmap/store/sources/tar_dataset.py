@@ -48,10 +48,10 @@ class _TarSamples:
         mode: str | None,
         size: int | tuple[int, int] | None,
     ) -> None:
-        given = [tars] if isinstance(tars, (str, Path)) else list(tars)
-        self.tars = [str(path) for pattern in given for path in _paths(str(pattern))]
+        patterns = [tars] if isinstance(tars, (str, Path)) else list(tars)
+        self.tars = [str(path) for pattern in patterns for path in _paths(str(pattern))]
         if not self.tars:
-            raise ValueError(f"tars={tars!r}: there are none: give at least one")
+            raise ValueError(f"tars={tars!r}: there are none: pass at least one")
         self.sizes = [Path(path).stat().st_size for path in self.tars]
         self.fields = None if fields is None else dict(fields)
         self.mode = mode
@@ -189,8 +189,8 @@ class TarDataset(_TarSamples, Dataset[dict[str, Any]]):
         if not -count <= index < count:
             raise IndexError(f"row {row}: the tar files have {count} samples")
         tar, key, members = self._indexed().sample(index % count)
-        wanted = {ending: read() for ending, read in members.items() if self._is_wanted(ending)}
-        return self._sample(tar, key, wanted)
+        data = {ending: read() for ending, read in members.items() if self._is_wanted(ending)}
+        return self._sample(tar, key, data)
 
 
 class TarStream(_TarSamples, IterableDataset[dict[str, Any]]):
@@ -222,7 +222,7 @@ class TarStream(_TarSamples, IterableDataset[dict[str, Any]]):
         """
         for tar in self.tars:
             opened: list[tarfile.TarFile] = []
-            members = ((each.name, each) for each in members_of(tar, "r|*", opened))
+            members = ((member.name, member) for member in members_of(tar, "r|*", opened))
 
             def take(
                 ending: str, member: tarfile.TarInfo, tar: str = tar, opened: Any = opened
@@ -230,8 +230,8 @@ class TarStream(_TarSamples, IterableDataset[dict[str, Any]]):
                 return _extract(tar, opened[0], member) if self._is_wanted(ending) else None
 
             for key, group in grouped(tar, members, take):
-                wanted = {ending: data for ending, data in group.items() if data is not None}
-                yield self._sample(tar, key, wanted)
+                by_ending = {ending: data for ending, data in group.items() if data is not None}
+                yield self._sample(tar, key, by_ending)
 
 
 _READERS: dict[str, Callable[[bytes], Any]] = {
@@ -258,13 +258,13 @@ def _extract(tar: str, file: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 def _paths(pattern: str) -> list[str]:
     """List the tar files that a pattern stands for."""
     if "://" in pattern or pattern.startswith("pipe:"):
-        raise ValueError(f"tars={pattern!r}: give files of this machine")
+        raise ValueError(f"tars={pattern!r}: pass files of this machine")
     paths = []
     for path in _expanded(str(local_path(pattern))):
-        found = sorted(glob(path)) if re.search(r"[*?[]", path) else [path]
-        if not found:
+        matches = sorted(glob(path)) if re.search(r"[*?[]", path) else [path]
+        if not matches:
             raise ValueError(f"tars={pattern!r}: no file fits {path!r}")
-        paths += found
+        paths += matches
     return paths
 
 
@@ -274,11 +274,11 @@ def _expanded(pattern: str) -> list[str]:
     if match is None:
         return [pattern]
     if "{" in pattern[: match.start()]:
-        raise ValueError(f"tars={pattern!r}: braces within braces: give a list of patterns")
+        raise ValueError(f"tars={pattern!r}: braces within braces: pass a list of patterns")
     if numbers := _RANGE.fullmatch(match[1]):
         first, last = numbers.groups()
         if int(last) < int(first) or int(last) - int(first) >= _MAX_TARS:
-            raise ValueError(f"tars={pattern!r}: {match[0]} is no range such as {{000..003}}")
+            raise ValueError(f"tars={pattern!r}: {match[0]} isn't a range such as {{000..003}}")
         choices = [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     else:
         choices = match[1].split(",")

@@ -39,9 +39,10 @@ _META = re.compile(r"__[^/]*__(/|$)")
 #: The largest member that is read, and the largest index.
 MAX_MEMBER_BYTES = 2**29
 _MAX_INDEX_BYTES = 2**31
-#: Any error in a header, that of a block of zeros, and that of no block at all.
+#: Errors in a header; the last two are a block of zeros and the end of the file.
 _HEADER_ERROR = tarfile.HeaderError
-_END, _EMPTY = tarfile.EOFHeaderError, tarfile.EmptyHeaderError  # type: ignore[attr-defined]
+_END = tarfile.EOFHeaderError  # type: ignore[attr-defined]
+_EMPTY = tarfile.EmptyHeaderError  # type: ignore[attr-defined]
 _log = logging.getLogger(__name__)
 
 
@@ -83,7 +84,7 @@ class TarIndex(msgspec.Struct, frozen=True):
         first, last = _bounds(self.key_ends, row)
         key = self.keys[first:last].decode("utf-8", "surrogateescape")
         members = slice(*_bounds(self.member_ends, row))
-        columns = (_numbers(each)[members] for each in (self.endings, self.offsets, self.sizes))
+        columns = (_numbers(data)[members] for data in (self.endings, self.offsets, self.sizes))
         rows = zip(*(column.tolist() for column in columns), strict=True)
         return key, [Member(self.names[ending], *where) for ending, *where in rows]
 
@@ -202,7 +203,7 @@ def _scan(tar: str, path: str, state: tuple[int, int], advance: Callable[[int], 
         key_ends.append(len(keys))
         member_ends.append(len(columns[0]))
     advance(state[0] - done)
-    arrays = (np.array(each, np.int64).tobytes() for each in (key_ends, member_ends, *columns))
+    arrays = (np.array(column, np.int64).tobytes() for column in (key_ends, member_ends, *columns))
     ends, members, endings, offsets, sizes = arrays
     return TarIndex(path, state, bytes(keys), ends, members, [*names], endings, offsets, sizes)
 

@@ -96,7 +96,7 @@ class TokenStream(Dataset[dict[str, NDArray[Any]]]):
             warnings.warn(
                 f"TokenStream(length={self.length}, stride={self.stride}) is read in windows of"
                 f" length={length}, stride={stride}: at the {len(self) - 1} cuts between its rows,"
-                " windows are missing or come twice; give both the same length and stride",
+                " windows are missing or repeated; pass both the same length and stride",
                 stacklevel=2,
             )
 
@@ -119,6 +119,6 @@ def _map(path: Path, dtype: str) -> NDArray[Any]:
             return np.memmap(file, dtype, "r")
     except (TypeError, ValueError) as error:  # No such dtype, or no whole number of tokens.
         raise ValueError(
-            f"TokenStream: {path} has {path.stat().st_size} bytes, which are no tokens of"
-            f" dtype={dtype!r} ({error}): give the dtype in which the file was written"
+            f"TokenStream: {path} has {path.stat().st_size} bytes, which aren't whole tokens of"
+            f" dtype={dtype!r} ({error}): pass the dtype in which the file was written"
         ) from error

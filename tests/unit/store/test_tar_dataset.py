@@ -179,12 +179,12 @@ def test_patterns_stand_for_files_in_order(
     [
         ("none-*.tar", ValueError, "no file fits"),
         ("ds-{0..3}.tar", FileNotFoundError, "ds-0.tar"),
-        ("ds-{3..0}.tar", ValueError, "is no range"),
-        ("ds-{0..99999999}.tar", ValueError, "is no range"),
-        ("{a,{b,c}}.tar", ValueError, "braces within braces"),
-        ([], ValueError, "there are none"),
-        ("https://example.com/a.tar", ValueError, "give files of this machine"),
-        ("pipe:cat a.tar", ValueError, "give files of this machine"),
+        ("ds-{3..0}.tar", ValueError, r"tars=.*000\.\.003"),
+        ("ds-{0..99999999}.tar", ValueError, r"tars=.*000\.\.003"),
+        ("{a,{b,c}}.tar", ValueError, "tars=.*braces"),
+        ([], ValueError, "tars="),
+        ("https://example.com/a.tar", ValueError, "tars="),
+        ("pipe:cat a.tar", ValueError, "tars="),
     ],
 )
 def test_files_that_are_not_there_are_refused(
