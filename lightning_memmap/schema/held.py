@@ -1,8 +1,8 @@
-"""Samples that are held while others are read.
+"""Protect samples in memory from datasets that reuse their buffers.
 
 A dataset may return the same buffer for every row, with new values. So either each sample is copied
 as soon as it is read (`copy_sample`), or the samples are checked for shared memory while they are
-stacked (`Sharing`), at a tenth of the cost.
+stacked (`SharedMemoryCheck`), at a tenth of the cost.
 """
 
 import dataclasses
@@ -21,20 +21,19 @@ from lightning_memmap.schema.stack import Branch, Samples
 from lightning_memmap.schema.structure import Node, Path
 from lightning_memmap.tensordict_types import is_tensorclass, tensordict_types
 
-#: Types whose values nobody can change.
-_FROZEN = {int, float, complex, bool, str, bytes, type(None), *np.sctypeDict.values()}
+_IMMUTABLE = {int, float, complex, bool, str, bytes, type(None), *np.sctypeDict.values()}
 
 
 def copy_sample(sample: Any) -> Any:
-    """Copy what a dataset may overwrite in a sample: its containers, arrays and images."""
+    """Copy the containers, tensors, arrays and images of a sample."""
     kind: Any = type(sample)
-    # Those that most datasets give.
-    if kind in _FROZEN:
+    # A fast path for the most common types.
+    if kind in _IMMUTABLE:
         return sample
     if kind is dict:
-        return {k: v if type(v) in _FROZEN else copy_sample(v) for k, v in sample.items()}
+        return {k: v if type(v) in _IMMUTABLE else copy_sample(v) for k, v in sample.items()}
     if kind is tuple or kind is list:
-        return kind([v if type(v) in _FROZEN else copy_sample(v) for v in sample])
+        return kind([v if type(v) in _IMMUTABLE else copy_sample(v) for v in sample])
     if kind is np.ndarray:
         return sample.copy()
     if isinstance(sample, list):
@@ -47,24 +46,24 @@ def copy_sample(sample: Any) -> Any:
     if isinstance(sample, Mapping):
         return {key: copy_sample(value) for key, value in sample.items()}
     if dataclasses.is_dataclass(sample) and not isinstance(sample, type):
-        return _copied_object(sample)
+        return _copy_dataclass(sample)
     try:
-        return _copied_leaf(sample)
-    except Exception:  # What cannot be copied cannot be stored either, and is named then.
+        return _copy_leaf(sample)
+    except Exception:  # A leaf of an unknown type. Stacking raises an error that names it.
         return sample
 
 
-def _copied_object(value: Any) -> Any:
-    """Copy a dataclass, which may be frozen, without its checks."""
-    made = object.__new__(type(value))
+def _copy_dataclass(value: Any) -> Any:
+    """Copy a dataclass, which may be frozen, without calling its ``__init__``."""
+    copy = object.__new__(type(value))
     for field in dataclasses.fields(value):
-        if hasattr(value, field.name):  # One that was never set is missed where it is read.
-            object.__setattr__(made, field.name, copy_sample(getattr(value, field.name)))
-    return made
+        if hasattr(value, field.name):  # Stacking raises an error for a field that was never set.
+            object.__setattr__(copy, field.name, copy_sample(getattr(value, field.name)))
+    return copy
 
 
-def _copied_leaf(value: Any) -> Any:
-    """Copy a tensor, an array of a class of its own, or an image of Pillow."""
+def _copy_leaf(value: Any) -> Any:
+    """Copy a tensor, an array of a subclass, or a Pillow image. Return other values as they are."""
     if isinstance(value, Tensor):
         return value.clone()
     pillow = sys.modules.get("PIL.Image")
@@ -72,86 +71,86 @@ def _copied_leaf(value: Any) -> Any:
     return value.copy() if is_image or isinstance(value, (np.ndarray, bytearray)) else value
 
 
-class Sharing:
-    """Whether samples have memory in common, found out while they are stacked.
+class SharedMemoryCheck:
+    """Checks whether samples share memory, while they are stacked.
 
     Args:
-        is_exact: Whether views of one numpy array are compared byte by byte. Otherwise they count
-            as common memory, because comparing them costs more than copying them.
+        is_exact: Whether to compare the memory of numpy views. Otherwise any view counts as shared
+            memory, because comparing views costs more than copying them.
     """
 
     def __init__(self, *, is_exact: bool) -> None:
-        self.is_found = False
+        self.is_shared = False
         self._is_exact = is_exact
 
-    def look_at(self, values: Sequence[Any]) -> None:
-        """Note whether two of the values are one object, or have memory in common."""
+    def compare(self, values: Sequence[Any]) -> None:
+        """Set ``is_shared`` if two of the values are the same object, or share memory."""
         kinds = set(map(type, values))
-        changing = {kind for kind in kinds - _FROZEN if not issubclass(kind, (tuple, np.generic))}
-        if self.is_found or not changing:
+        mutable = {kind for kind in kinds - _IMMUTABLE if not issubclass(kind, (tuple, np.generic))}
+        if self.is_shared or not mutable:
             return
-        held = values if changing == kinds else [v for v in values if type(v) in changing]
-        is_one_type = len(changing) == 1  # Memory of different types is not compared.
-        are_apart = is_one_type and len(set(map(id, held))) == len(held)
-        self.is_found = not are_apart or self._overlap(changing.pop(), held)
+        compared = values if mutable == kinds else [v for v in values if type(v) in mutable]
+        is_one_type = len(mutable) == 1  # The memory of different types is not compared.
+        are_distinct = is_one_type and len(set(map(id, compared))) == len(compared)
+        self.is_shared = not are_distinct or self._overlap(mutable.pop(), compared)
 
     def _overlap(self, kind: type, values: Sequence[Any]) -> bool:
         if issubclass(kind, Tensor):
-            # Of those that are not contiguous, all of their memory counts.
-            are_contiguous = all(map(Tensor.is_contiguous, values))
-            memory = values if are_contiguous else [value.untyped_storage() for value in values]
-            starts = np.array([each.data_ptr() for each in memory], np.int64)
-            sizes = [each.nbytes if are_contiguous else each.nbytes() for each in memory]
-            return _are_overlapping(starts, starts + sizes)
+            if all(map(Tensor.is_contiguous, values)):
+                starts = np.array([tensor.data_ptr() for tensor in values], np.int64)
+                return _are_overlapping(starts, starts + [tensor.nbytes for tensor in values])
+            storages = [tensor.untyped_storage() for tensor in values]
+            starts = np.array([storage.data_ptr() for storage in storages], np.int64)
+            return _are_overlapping(starts, starts + [storage.nbytes() for storage in storages])
         if issubclass(kind, np.ndarray):
-            # Bytes are never overwritten, such as the pixels of an image.
+            # A view of bytes, such as the pixels of an image, cannot be overwritten.
             views = [v for v in values if not (v.flags.owndata or type(v.base) is bytes)]
             if not (views and self._is_exact):
                 return bool(views)
             bounds = np.array(list(map(_bounds, views)), np.int64)
             return _are_overlapping(bounds[:, 0], bounds[:, 1])
-        # An image of Pillow may use the memory that it was made of.
+        # A read-only Pillow image uses the buffer that it was created from.
         return any(getattr(value, "readonly", 0) for value in values)
 
 
 def _bounds(array: NDArray[Any]) -> tuple[int, int]:
-    """Return the first address of the values of an array, and the end of the last one."""
+    """Return the addresses where the values of an array start and stop."""
     start = int(array.__array_interface__["data"][0])
     steps = [(size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)]
-    end = start + sum(step for step in steps if step > 0) + array.itemsize
-    return (start + sum(step for step in steps if step < 0), end) if array.size else (start, start)
+    stop = start + sum(step for step in steps if step > 0) + array.itemsize
+    return (start + sum(step for step in steps if step < 0), stop) if array.size else (start, start)
 
 
-def _are_overlapping(starts: Integers, ends: Integers) -> bool:
+def _are_overlapping(starts: Integers, stops: Integers) -> bool:
     order = np.argsort(starts, kind="stable")
-    return bool((ends[order][:-1] > starts[order][1:]).any())
+    return bool((stops[order][:-1] > starts[order][1:]).any())
 
 
-class HeldSamples(Samples):
-    """Samples that are compared with each other while they are stacked."""
+class CheckedSamples(Samples):
+    """Samples that are checked for shared memory while they are stacked."""
 
-    def __init__(self, values: Sequence[Any], sharing: Sharing) -> None:
+    def __init__(self, values: Sequence[Any], check: SharedMemoryCheck) -> None:
         super().__init__(values)
-        self._sharing = sharing
+        self._check = check
 
     @override
     def _like(self, values: Sequence[Any]) -> Branch:
-        return HeldSamples(values, self._sharing)
+        return CheckedSamples(values, self._check)
 
     @override
     def parts(self, node: Node, path: Path) -> Sequence[Branch]:
-        found = super().parts(node, path)
-        self._sharing.look_at(self._values)
-        return found
+        children = super().parts(node, path)
+        self._check.compare(self._values)
+        return children
 
     @override
     def lists(self, path: Path) -> tuple[Branch, Integers]:
-        found = super().lists(path)
-        self._sharing.look_at(self._values)
-        return found
+        items = super().lists(path)
+        self._check.compare(self._values)
+        return items
 
     @override
     def leaves(self, field: Field) -> Values:
-        found = super().leaves(field)
-        self._sharing.look_at(self._values)
-        return found
+        values = super().leaves(field)
+        self._check.compare(self._values)
+        return values

@@ -1,6 +1,6 @@
-"""Kinds: what the rows of a field mean, beyond their dtype and shape.
+"""Kinds: the meaning of the rows of a field, such as text or time.
 
-A new kind is a class here, listed in `AnyKind`, whose leaves `to_array` converts.
+To add a kind, write a class here, list it in `AnyKind`, and convert its leaves in `to_array`.
 """
 
 import datetime
@@ -18,15 +18,15 @@ from typing_extensions import override
 
 from lightning_memmap.errors import SchemaError, with_article
 
-#: Of the numbers of Python itself. A bool is an int too.
+#: The numpy dtype of each type of Python number. A bool is an int too, so it comes first.
 FROM_PYTHON: dict[type, np.dtype[Any]] = {
     bool: np.dtype(np.bool_),
     int: np.dtype(np.int64),
     float: np.dtype(np.float64),
     complex: np.dtype(np.complex128),
 }
-#: What to give in place of values of some types, and of columns of them.
-_INSTEAD = {
+#: Replacements for values of types that cannot be stored, and for columns of them.
+_REPLACEMENTS = {
     "Decimal": "float(value), such as by .astype('float64') in pandas, .cast(polars.Float64),"
     " .cast(pyarrow.float64()), or cast_column(name, datasets.Value('float64'))",
     "time": "the time since midnight, such as by pandas.to_timedelta(column.astype(str)),"
@@ -41,20 +41,20 @@ Unit = Literal["Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", 
 class Kind(
     msgspec.Struct, frozen=True, tag_field="type", tag=str.lower, forbid_unknown_fields=True
 ):
-    """What the rows of a field mean. As JSON, it is its name under ``type`` beside its values."""
+    """The meaning of the rows of a field. In JSON, ``type`` is the lower-case class name."""
 
-    #: Whether rows are given back as Python objects and not as tensors.
+    #: Whether rows are returned as Python objects instead of tensors.
     is_text: ClassVar[bool] = False
-    #: The dtype and shape that its rows have in the dataset; None where that is open.
+    #: The dtype and shape of all fields of this kind; None if they may vary.
     dtype: ClassVar[torch.dtype | None] = None
     shape: ClassVar[tuple[int | None, ...] | None] = None
 
     def accepts(self, other: "Kind") -> bool:
-        """Return whether an array of another kind may hold rows of this one."""
+        """Return whether an array of another kind may hold rows of this kind."""
         return self == other
 
     def format_value(self, number: int | float | complex | bool) -> str:
-        """Format a value as a person would write it."""
+        """Format a stored number for display."""
         return f"{number:.4g}" if isinstance(number, float) else str(number)
 
     def __str__(self) -> str:
@@ -62,27 +62,28 @@ class Kind(
 
 
 class Numbers(Kind, frozen=True):
-    """Tensors, arrays, numbers and bools."""
+    """Plain numbers and bools, in tensors, arrays or Python."""
 
 
 class Text(Kind, frozen=True):
-    """Texts, kept as UTF-8."""
+    """Text, stored as UTF-8."""
 
     #: Whether each row is a list of texts.
     many: bool = False
 
     is_text = True
-    dtype, shape = torch.uint8, (None,)
-    #: The types that are encoded without another look.
+    dtype = torch.uint8
+    shape = (None,)
+    #: The types that `encode` accepts without conversion.
     types: ClassVar[set[type]] = {str, np.str_}
 
     @staticmethod
     def encode(text: Any) -> bytes:
-        """Encode a text."""
+        """Encode a value of one of ``types``."""
         return text.encode("utf-8", "surrogatepass")  # type: ignore[no-any-return]
 
     def decode(self, data: bytes) -> Any:
-        """Decode the bytes of a row. Raises a ValueError if they are not a text."""
+        """Decode the bytes of a row. Raises a ValueError if they are invalid."""
         return list(map(self._decode, split_texts(data))) if self.many else self._decode(data)
 
     def _decode(self, data: bytes) -> Any:
@@ -94,7 +95,7 @@ class Text(Kind, frozen=True):
 
 
 class Bytes(Text, frozen=True):
-    """Strings of bytes."""
+    """Bytes."""
 
     types = {bytes, bytearray, np.bytes_}
 
@@ -109,7 +110,7 @@ class Bytes(Text, frozen=True):
 
 
 class Duration(Kind, frozen=True):
-    """Durations, kept as integers in a unit."""
+    """Durations, stored as integers in a unit."""
 
     unit: Unit
 
@@ -118,7 +119,7 @@ class Duration(Kind, frozen=True):
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """The dtype of numpy that has these times."""
+        """The numpy dtype for these values, such as ``timedelta64[us]``."""
         return np.dtype(f"{self._numpy}[{self.unit}]")
 
     @override
@@ -131,15 +132,16 @@ class Duration(Kind, frozen=True):
 
 
 class Time(Duration, frozen=True):
-    """Times, kept as integers that count from 1970 in a unit; in UTC where they had a zone."""
+    """Times, stored as integers that count from 1970 in a unit."""
 
+    #: Whether the times had a time zone, and were converted to UTC.
     utc: bool = False
 
     _numpy = "datetime64"
 
     @override
     def accepts(self, other: Kind) -> bool:
-        # An array has no time zone.
+        # numpy arrays of times have no time zone.
         return other in (self, Time(self.unit))
 
     @override
@@ -148,9 +150,9 @@ class Time(Duration, frozen=True):
 
 
 class Image(Kind, frozen=True):
-    """Images of Pillow, decoded, channels first."""
+    """Pillow images, stored decoded, channels first."""
 
-    # It is printed, and may come from a stranger.
+    # Restricted because it is printed, and an untrusted store may contain terminal codes.
     mode: Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9;]{1,16}\Z")]
 
     @override
@@ -163,20 +165,25 @@ NUMBERS = Numbers()
 
 
 def to_array(leaf: Any) -> tuple[Array, AnyKind]:
-    """Convert a leaf to a dense CPU tensor or numpy array, which may share memory with it, and say
-    what it is. An error does not name the field."""
+    """Convert a leaf to a dense CPU tensor or numpy array, and return it with its kind.
+
+    The array may share memory with the leaf.
+
+    Raises:
+        SchemaError: The leaf cannot be stored. The message does not name the field.
+    """
     if isinstance(leaf, np.ma.MaskedArray):
         raise SchemaError(
-            "found a masked array, whose mask would be lost: give filled() and the mask as two"
+            "found a masked array, whose mask would be lost. Return filled() and the mask as two"
             " arrays"
         )
-    # Before numbers and text, which members of an enum may be as well.
+    # Checked before numbers and text, because members of an enum may be those too.
     if isinstance(leaf, enum.Enum):
         raise SchemaError(
-            f"found {leaf!r}, a member of an enum, whose class a store does not keep: give its"
-            " .value or its .name in the dataset"
+            f"found {leaf!r}, a member of an enum. Its class is not stored, so return its .value or"
+            " its .name in the dataset"
         )
-    # Before arrays: numpy's strings are its scalars too.
+    # Checked before arrays, because numpy strings are numpy scalars too.
     if isinstance(leaf, (str, PurePath)):
         return np.frombuffer(Text.encode(str(leaf)), np.uint8), Text()
     if isinstance(leaf, (bytes, bytearray)):
@@ -198,16 +205,16 @@ def to_array(leaf: Any) -> tuple[Array, AnyKind]:
     if is_missing(leaf):
         raise SchemaError(f"found {leaf}")
     name = type(leaf).__name__
-    instead = _INSTEAD.get(
+    replacement = _REPLACEMENTS.get(
         name,
         "a tensor, a numpy array, a PIL image, a number, a bool, a str, bytes, a date, a datetime"
         " or a timedelta",
     )
-    raise SchemaError(f"found {name}, which cannot be stored; give {instead}")
+    raise SchemaError(f"found {name}, which cannot be stored. Return {replacement} instead")
 
 
 def is_missing(value: Any) -> bool:
-    """Return whether a value is missing: None, NaT or pandas' NA. NaN is a number."""
+    """Return whether a value is missing: None, NaT or pandas' NA, but not NaN."""
     if value is None:
         return True
     if isinstance(value, (np.datetime64, np.timedelta64)):
@@ -217,60 +224,60 @@ def is_missing(value: Any) -> bool:
 
 
 def check_dense(leaf: Tensor) -> None:
-    """Check that a tensor is dense, with a value for each element and nothing else."""
+    """Raise a SchemaError unless a tensor is dense, and consists of its values alone."""
     if leaf.is_nested:
-        found, remedy = "a nested tensor", "pad it to one shape"
+        problem = "a nested tensor. Pad it to one shape"
     elif leaf.layout is not torch.strided:
-        found, remedy = f"a {leaf.layout} tensor", "convert it with to_dense()"
+        problem = f"a {leaf.layout} tensor. Convert it with to_dense()"
     elif leaf.is_quantized:
-        found, remedy = "a quantized tensor", "give its int_repr(), or dequantize() it"
+        problem = "a quantized tensor. Return its int_repr(), or dequantize() it"
     elif leaf.is_meta:
-        found, remedy = "a tensor on the meta device, which has no values", "move it to the CPU"
-    # Subclasses with their own dispatch contain more than values, such as a mask.
+        problem = "a tensor on the meta device, without values. Move it to the CPU"
+    # Subclasses with a dispatch method hold more than values, such as a mask.
     elif type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        found, remedy = with_article(type(leaf).__name__), "give what it holds as plain tensors"
+        problem = f"{with_article(type(leaf).__name__)}. Return its contents as plain tensors"
     else:
         return
-    raise SchemaError(f"found {found}; only dense tensors are stored: {remedy}")
+    raise SchemaError(f"only dense tensors can be stored, but found {problem}")
 
 
 def python_dtype(kind: type) -> np.dtype[Any] | None:
-    """Return the dtype of Python numbers of a type, or None for any other type."""
+    """Return the numpy dtype for a type of Python number, or None for any other type."""
     return next((dtype for base, dtype in FROM_PYTHON.items() if issubclass(kind, base)), None)
 
 
 def number_array(value: Any, dtype: np.dtype[Any]) -> np.ndarray:
-    """Convert Python numbers to an array."""
+    """Convert a Python number, or nested lists of them, to an array."""
     try:
         return np.asarray(value, dtype)
     except OverflowError:
         raise SchemaError(
-            f"found an integer that does not fit into {dtype}: give it as a float, or split it into"
-            " several; for a timedelta give numpy.timedelta64 in a coarser unit"
+            f"found an integer that does not fit into {dtype}. Return it as a float, or split it"
+            " into several; return a timedelta as numpy.timedelta64 in a coarser unit"
         ) from None
 
 
 def _times(times: np.ndarray, *, utc: bool = False) -> tuple[Array, AnyKind]:
-    """Convert times of numpy to int64."""
+    """Convert numpy times or durations to int64, and return them with their kind."""
     unit, count = np.datetime_data(times.dtype)
     if unit not in Unit.__args__ or count != 1:  # type: ignore[attr-defined]
         raise SchemaError(
-            f"found times of dtype {times.dtype}: convert them to a unit of numpy, such as with"
+            f"found times of dtype {times.dtype}. Convert them to another unit, such as with"
             " astype('datetime64[us]') or astype('timedelta64[us]')"
         )
     if np.isnat(times).any():
-        way_out = ", for which there is no integer: give a mask beside it, or leave the row out"
-        raise SchemaError(f"found NaT{f' in an array{way_out}' * bool(times.ndim)}")
+        advice = " in an array, which cannot be stored. Return a mask as well, or leave the row out"
+        raise SchemaError(f"found NaT{advice * bool(times.ndim)}")
     kind = Time(unit, utc) if times.dtype.kind == "M" else Duration(unit)  # type: ignore[arg-type]
     return times.astype(times.dtype.newbyteorder("=")).view(np.int64), kind
 
 
 def _numpy_time(time: Any) -> np.ndarray:
-    """Convert a time of Python or pandas to numpy, in UTC."""
-    if hasattr(time, "asm8"):  # Of pandas, in its own unit.
+    """Convert a time or duration of Python or pandas to numpy, in UTC."""
+    if hasattr(time, "asm8"):  # A pandas type, whose unit is kept.
         return np.asarray(time.asm8)
     if isinstance(time, datetime.timedelta):
-        # numpy would wrap around what int64 does not hold.
+        # numpy would overflow silently.
         microseconds = time // datetime.timedelta(microseconds=1)
         return number_array(microseconds, np.dtype(np.int64)).view("timedelta64[us]")
     if not isinstance(time, datetime.datetime):
@@ -284,13 +291,13 @@ def _pixels(image: Any) -> np.ndarray:
     """Return the pixels of a Pillow image, channels first."""
     if image.mode in ("P", "PA"):
         raise SchemaError(
-            f"found an image of mode {image.mode!r}, whose palette would be lost. For its colours"
-            " give image.convert('RGB'), or 'RGBA' where it has transparency; for its palette"
-            " indices, such as class labels, numpy.asarray(image)"
+            f"found an image of mode {image.mode!r}, whose palette would be lost. To store its"
+            " colours, return image.convert('RGB'), or 'RGBA' if it has transparency. To store its"
+            " palette indices, such as class labels, return numpy.asarray(image)"
         )
     try:
         pixels = np.asarray(image)
-    except Exception as error:  # Files are decoded here; each format has its own errors.
+    except Exception as error:  # Image files are decoded here, and may raise any error.
         raise SchemaError(f"the image cannot be read: {type(error).__name__}: {error}") from error
     if pixels.ndim == 2:
         return pixels[None]
@@ -298,10 +305,10 @@ def _pixels(image: Any) -> np.ndarray:
 
 
 def join_texts(texts: Sequence[bytes]) -> bytes:
-    """Encode the texts of a row as MessagePack; no texts take no bytes."""
+    """Encode the texts of a row as MessagePack, and an empty list as no bytes."""
     return msgspec.msgpack.encode(texts) if texts else b""
 
 
 def split_texts(data: bytes) -> list[bytes]:
-    """Split the untrusted bytes of `join_texts`."""
+    """Return the texts that `join_texts` encoded. Safe for untrusted data."""
     return msgspec.msgpack.decode(data, type=list[bytes]) if data else []

@@ -17,7 +17,7 @@ from lightning_memmap.schema.fields import (
     readable_name,
 )
 from lightning_memmap.schema.forms import Declared
-from lightning_memmap.schema.held import HeldSamples, Sharing
+from lightning_memmap.schema.held import CheckedSamples, SharedMemoryCheck
 from lightning_memmap.schema.infer import Inference, merge_shapes
 from lightning_memmap.schema.stack import Batch, Samples, stack
 from lightning_memmap.schema.structure import Node, builder
@@ -186,9 +186,11 @@ class Schema:
         """Whether a named tuple, dataclass or tensorclass is part of a sample."""
         return any(node.name for _, node in self.structure.walk())
 
-    def stack(self, samples: Sequence[Any], sharing: Sharing | None = None) -> list[Values]:
+    def stack(
+        self, samples: Sequence[Any], sharing: SharedMemoryCheck | None = None
+    ) -> list[Values]:
         """Check samples, and stack their leaves. Note whether they have memory in common."""
-        held = Samples(samples) if sharing is None else HeldSamples(samples, sharing)
+        held = Samples(samples) if sharing is None else CheckedSamples(samples, sharing)
         return stack(held, self.structure)
 
     def flatten(self, sample: Any) -> list[Tensor]:

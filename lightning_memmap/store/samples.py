@@ -22,7 +22,7 @@ from lightning_memmap.errors import DatasetError, MismatchError, SchemaError, de
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.schema.fields import Values, field_name
 from lightning_memmap.schema.forms import Declared
-from lightning_memmap.schema.held import Sharing, copy_sample
+from lightning_memmap.schema.held import SharedMemoryCheck, copy_sample
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.workers import RowNumbers, Workers, calling
@@ -109,14 +109,14 @@ class SampleReader:
         """Stack samples; None where some have memory in common."""
         if len(samples) == 1:
             return stack_rows(samples, rows, self._schema, self._first)
-        sharing = Sharing(is_exact=is_exact)
+        sharing = SharedMemoryCheck(is_exact=is_exact)
         try:
             stacked = self._schema.stack(samples, sharing)
         except SchemaError:
-            if not sharing.is_found:
+            if not sharing.is_shared:
                 stack_rows(samples, rows, self._schema, self._first)  # It names the row.
             return None
-        return None if sharing.is_found else stacked
+        return None if sharing.is_shared else stacked
 
     def _first(self) -> Any:
         return read_sample(self._dataset, 0)

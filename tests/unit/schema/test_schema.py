@@ -386,11 +386,11 @@ REFUSED = {
 
 REMEDIES = {
     "palette": r"convert\('RGB'\).*numpy\.asarray\(image\)",
-    "masked array": r"give filled\(\) and the mask",
+    "masked array": r"filled\(\) and the mask",
     "sparse": r"to_dense\(\)",
     "quantized tensor": r"int_repr\(\)",
     "text array": "convert it in the dataset to one of bool, uint8",
-    "number beyond int64": "give it as a float",
+    "number beyond int64": "as a float",
 }
 
 

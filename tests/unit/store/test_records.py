@@ -320,7 +320,7 @@ def test_duration_that_int64_does_not_hold_is_refused(tmp_path: Path, days: int)
         datetime.timedelta(days),
         datetime.timedelta(106_751_991 * (1 if days > 0 else -1)),
     )
-    with pytest.raises(SchemaError, match=r"row 9, field 'x': .*give numpy.timedelta64"):
+    with pytest.raises(SchemaError, match=r"row 9, field 'x': .*numpy.timedelta64"):
         build(tmp_path / "s", [{"x": short}] * 9 + [{"x": long}] + [{"x": short}] * 30)
     store = build(tmp_path / "s", [{"x": short}] * 9)
     assert store[3]["x"].item() == short // datetime.timedelta(microseconds=1)
@@ -329,7 +329,7 @@ def test_duration_that_int64_does_not_hold_is_refused(tmp_path: Path, days: int)
 @pytest.mark.parametrize("member", [Level.LOW, Colour.RED])
 def test_member_of_an_enum_is_refused_with_the_way_out(tmp_path: Path, member: Any) -> None:
     for rows in ([member] * 9, [member.value] * 9 + [member] + [member.value] * 30):
-        with pytest.raises(SchemaError, match=r"the sample: .*give its .value or its .name"):
+        with pytest.raises(SchemaError, match=r"the sample: .*\.value or .*\.name"):
             build(tmp_path / "s", rows)
 
 
