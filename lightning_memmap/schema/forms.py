@@ -1,4 +1,4 @@
-"""What a user says about fields: how a batch holds them, and what a build cannot see yet."""
+"""The user's options for fields: layouts, windows, decoding, and declared variation."""
 
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ Options = TypeVar("Options", "Pad", "Decode", "Windows")
 
 
 class FetchedRows(Protocol):
-    """The rows of one field in a step, from which a `Layout` makes its part of the batch."""
+    """The rows of one field in a step. A `Layout` converts them to its part of the batch."""
 
     def padded(self, value: float, multiple: int) -> Any:
         """Return a `lightning_memmap.loading.Padded`; see `Pad`."""
@@ -27,13 +27,13 @@ class FetchedRows(Protocol):
         """Return a nested tensor with ``layout=torch.jagged``."""
 
     def listed(self) -> Any:
-        """Return a `lightning_memmap.loading.RowList` with one tensor, or one text, per row."""
+        """Return a `lightning_memmap.loading.RowList` with one tensor or text per row."""
 
 
 class Layout:
-    """How a batch holds rows that differ in length: ``MemmapDataModule(layout={"field": layout})``.
+    """The form of variable-length rows in a batch: ``MemmapDataModule(layout={"field": layout})``.
 
-    A new layout is a subclass that implements `batch`. Pass an instance of it.
+    To add a layout, implement `batch` in a subclass and pass an instance of it.
     """
 
     #: The name of this layout, as in ``layout={"audio": "pad"}``.
@@ -43,22 +43,18 @@ class Layout:
         """Check that a batch can hold a field in this layout.
 
         Args:
-            field: A field whose rows differ in length, but no text.
+            field: A field whose rows vary in length. It is never text.
 
         Raises:
-            ValueError: It cannot.
+            ValueError: This layout does not support the field.
         """
 
     def for_mask(self) -> "Layout":
-        """Return the layout of the mask of records that may be None, whose field has this one."""
+        """Return the layout for the mask of records that may be None, if the records have this."""
         return self
 
     def batch(self, rows: FetchedRows) -> Any:
-        """Make what the batch holds for this field.
-
-        Args:
-            rows: The rows of one step.
-        """
+        """Convert the rows of one step to the value of the field in the batch."""
         raise NotImplementedError
 
 
@@ -67,8 +63,8 @@ class Pad(Layout):
     """Pads rows to the longest of their step: a batch holds a `lightning_memmap.loading.Padded`.
 
     Args:
-        value: What the rows are padded with.
-        multiple: The padded length is a multiple of this, at least 1.
+        value: The padding value.
+        multiple: Round the padded length up to a multiple of this, at least 1.
 
     Raises:
         TypeError: An argument is not a number.
@@ -93,11 +89,11 @@ class Pad(Layout):
             fits = torch.tensor([self.value], dtype=field.dtype).item() == self.value
         except (RuntimeError, OverflowError):
             fits = False
-        # Floating point dtypes round the value.
+        # Rounding is fine in floating point dtypes.
         is_exact = not (field.dtype.is_floating_point or field.dtype.is_complex)
         if is_exact and not fits:
             raise ValueError(
-                f"layout: field {field.name!r} is {dtype_name(field.dtype)}, which cannot hold"
+                f"layout: field {field.name!r} is {dtype_name(field.dtype)}, which cannot represent"
                 f" Pad(value={self.value!r}): choose another value"
             )
 
@@ -111,7 +107,7 @@ class Pad(Layout):
 
 
 class Jagged(Layout):
-    """Holds rows that differ in one dimension as a nested tensor with ``layout=torch.jagged``."""
+    """Returns rows that vary in one dimension as a nested tensor with ``layout=torch.jagged``."""
 
     name = "jagged"
 
@@ -119,8 +115,8 @@ class Jagged(Layout):
     def check(self, field: Field) -> None:
         if field.num_variable > 1:
             raise ValueError(
-                f"layout: field {field.name!r} differs in {field.num_variable} dimensions, and a"
-                " jagged tensor in one: choose 'pad' or 'list'"
+                f"layout: field {field.name!r} varies in {field.num_variable} dimensions, but a"
+                " jagged tensor can vary in one only: choose 'pad' or 'list'"
             )
 
     @override
@@ -129,7 +125,7 @@ class Jagged(Layout):
 
 
 class ListOfRows(Layout):
-    """Holds rows as a list with one tensor, or one text, for each."""
+    """Returns rows as a list with one tensor or text per row."""
 
     name = "list"
 
@@ -143,23 +139,24 @@ LAYOUTS: dict[str, type[Layout]] = {kind.name: kind for kind in (Pad, Jagged, Li
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows over rows that are series: ``MemmapDataModule(windows=Windows(...))``.
+    """Windows over rows that are time series: ``MemmapDataModule(windows=Windows(...))``.
 
-    Each window is a row of a batch, (length, ...). The windows of a series begin at its steps
-    ``0``, ``stride``, ``2 * stride`` and so on, as far as they lie within it: a series that is
-    shorter than a window has none. They are views, so nothing is stored twice. The series may
-    differ in length, or all have one shape.
+    Each window of shape (length, ...) is a row of a batch. The windows of a series start at steps
+    ``0``, ``stride``, ``2 * stride`` and so on, and must fit into the series. A series that is
+    shorter than ``length`` has no windows. Windows are views, so no step is stored twice. Series
+    may vary in length.
 
     Args:
-        fields: The name of the field that is cut into windows, or the names of several, which have
-            the same number of steps in each row. Other fields repeat the row of their series.
-        length: Steps of a window, at least 1.
-        stride: Steps from the beginning of a window to the next one, at least 1. Windows overlap if
-            it is less than the length.
+        fields: The name of the field to cut into windows, or several names. Several fields must
+            have the same number of steps in each row. Every window of a series repeats its other
+            fields.
+        length: Steps per window, at least 1.
+        stride: Steps from the start of one window to the start of the next, at least 1. Windows
+            overlap if it is less than ``length``.
 
     Raises:
-        TypeError: A name is not a string, or a number of steps not an integer.
-        ValueError: There is no field, a field is named twice, or a number is less than 1.
+        TypeError: A name is not a string, or a number of steps is not an integer.
+        ValueError: ``fields`` is empty or names a field twice, or a number is less than 1.
     """
 
     fields: str | Sequence[str]
@@ -167,7 +164,7 @@ class Windows:
     stride: int
 
     def __post_init__(self) -> None:
-        names = check_names("Windows: fields", self.fields)
+        names = read_names("Windows: fields", self.fields)
         if not names:
             raise ValueError("Windows: fields=[]: name at least one field")
         object.__setattr__(self, "fields", names)
@@ -178,30 +175,28 @@ class Windows:
 
 @dataclass(frozen=True)
 class Decode:
-    """Decodes images that the store keeps as the bytes of JPEG, PNG and other files.
+    """Decodes images that are stored as the bytes of JPEG, PNG or other image files.
 
-    Threads decode the images of the next step while a step is used. A batch has uint8 of shape
-    (B, channels, height, width), as for images that are stored decoded: upright, and without
-    transparency unless the mode has it.
+    Threads decode the images of the next step during the current one. A batch has uint8 of shape
+    (B, channels, height, width). Images are rotated upright as their EXIF data says, and have no
+    transparency unless ``mode`` includes it.
 
     Args:
-        mode: ``"RGB"``, ``"RGBA"`` or ``"L"``, grey values, to which images of other modes are
-            converted.
-        size: Height and width, or one number for both. Each image is scaled to fill them, and what
-            sticks out on two sides is cut off. By default all images must have one size.
-        num_threads: Threads that decode; by default the cores of this process, or its share of
-            them, and at most 16.
-        crop: ``"center"``, or ``"random_resized"``: training batches have a random part of each
-            image, of 8 to 100 % of its area and with width / height from 3/4 to 4/3, scaled to
-            ``size``. It is drawn from seed, epoch and row, alike for all fields. A JPEG is decoded
-            at 1/2, 1/4 or 1/8 of its size where that is enough, faster with the package
-            ``simplejpeg``. Other batches have the centre.
-        with_scale: Let a batch say by how much each image was scaled, and where its corner lies
-            then, for boxes and points in pixels of the upright image: it has a
-            `lightning_memmap.loading.Scaled` of the images, ``scale`` and ``offset``.
+        mode: ``"RGB"``, ``"RGBA"`` or ``"L"`` (greyscale). Images of other modes are converted.
+        size: Height and width in pixels, or one number for both. Each image is scaled to cover this
+            size, then cropped to it. By default, all images must have the same size.
+        num_threads: Decoding threads. By default, the cores of this process, or its fraction of
+            them if several processes use them, at most 16.
+        crop: ``"center"``, or ``"random_resized"``: training batches have a random crop of each
+            image, with 8 to 100 % of its area and an aspect ratio (width / height) from 3/4 to 4/3,
+            scaled to ``size``. It is drawn from seed, epoch and row, and is the same in all fields.
+            JPEG files are decoded at 1/2, 1/4 or 1/8 of their size if that is enough; the package
+            ``simplejpeg`` makes this faster. Other batches have centre crops.
+        with_scale: Return a `lightning_memmap.loading.Scaled` with the images, and their ``scale``
+            and ``offset``. These convert boxes and points in pixels of the upright image.
 
     Raises:
-        TypeError: An argument is not a number, or ``with_scale`` not a bool.
+        TypeError: A number has the wrong type, or ``with_scale`` is not a bool.
         ValueError: An argument is out of range.
     """
 
@@ -215,10 +210,10 @@ class Decode:
         check_mode(self.mode)
         object.__setattr__(self, "size", parse_size(self.size))
         if self.num_threads is not None:
-            given = check_integer("Decode: num_threads", self.num_threads, 1, "at least 1 thread")
-            object.__setattr__(self, "num_threads", given)
+            threads = check_integer("Decode: num_threads", self.num_threads, 1, "at least 1 thread")
+            object.__setattr__(self, "num_threads", threads)
         if not isinstance(self.with_scale, bool):
-            raise TypeError(f"Decode: with_scale={self.with_scale!r}: give True or False")
+            raise TypeError(f"Decode: with_scale={self.with_scale!r}: pass True or False")
         if self.crop not in ("center", "random_resized"):
             raise ValueError(f"Decode: crop={self.crop!r}: choose center or random_resized")
         if self.crop != "center" and (self.size is None or self.with_scale):
@@ -228,37 +223,40 @@ class Decode:
             )
 
     def check(self, field: Field) -> None:
-        """Raise a ValueError for a field that doesn't hold bytes."""
+        """Raise a ValueError if a field does not hold bytes."""
         if isinstance(field.kind, Bytes) and not field.kind.many:
             return
         raise ValueError(
-            f"decode: field {field.name!r} is {field}, not the bytes of image files: if its images"
+            f"decode: field {field.name!r} is {field}, not the bytes of image files. If its images"
             " are stored decoded, leave it out; otherwise return bytes in the dataset, such as"
             " pathlib.Path(...).read_bytes()"
         )
 
     @property
     def shape(self) -> tuple[int, int, int] | None:
-        """The shape of each image, (channels, height, width); None where the images decide."""
+        """(channels, height, width) of each decoded image; None without ``size``."""
         return None if self.size is None else (CHANNELS[self.mode], *self.size)
 
 
 @dataclass(frozen=True)
 class Declared:
-    """What may differ from row to row, where the rows that a build reads first don't show it."""
+    """The user's declaration of variable and nullable fields.
 
-    #: By name of a field or list, the number of leading dimensions that may differ.
+    A build infers both from the first rows, which may not show all variation.
+    """
+
+    #: The number of leading dimensions that may vary, by the name of a field or list.
     variable: Mapping[str, int] = field(default_factory=dict)
     #: Fields and containers that may be None.
     nullable: frozenset[str] = frozenset()
 
     @property
     def names(self) -> frozenset[str]:
-        """All names."""
+        """The names of all declared fields and containers."""
         return self.nullable | self.variable.keys()
 
     def beyond(self, other: "Declared") -> "Declared":
-        """Return what this declares and another one doesn't."""
+        """Return the declarations that are missing or different in ``other``."""
         variable = {
             name: count
             for name, count in self.variable.items()
@@ -267,7 +265,7 @@ class Declared:
         return Declared(variable, self.nullable - other.nullable)
 
     def __str__(self) -> str:
-        """Return the arguments of `build_store` that declare this."""
+        """Format this as arguments of `build_store`."""
         is_list = all(count == 1 for count in self.variable.values())
         variable = [*self.variable] if is_list else dict(self.variable)
         arguments = [f"variable={variable}"] * bool(variable)
@@ -279,11 +277,11 @@ def read_declared(
     variable: Collection[str] | Mapping[str, int] | None, nullable: Collection[str] | None
 ) -> Declared:
     """Check the arguments ``variable`` and ``nullable`` of a build."""
-    names = frozenset(check_names("nullable", nullable))
+    names = frozenset(read_names("nullable", nullable))
     if not isinstance(variable, Mapping):
-        return Declared(dict.fromkeys(check_names("variable", variable), 1), names)
-    check_names("variable", list(variable))
-    why = "the number of leading dimensions that may differ from row to row, at least 1"
+        return Declared(dict.fromkeys(read_names("variable", variable), 1), names)
+    read_names("variable", list(variable))
+    why = "the number of leading dimensions that may vary from row to row, at least 1"
     counts = {
         stored_name(name): check_integer(f"variable[{name!r}]", count, 1, why)
         for name, count in variable.items()
@@ -292,37 +290,37 @@ def read_declared(
 
 
 def center_crops(decode: Mapping[str, Decode] | None) -> dict[str, Decode]:
-    """Return the same decoding with crops in the centre instead of random ones."""
+    """Replace random crops by centre crops."""
     return {name: replace(value, crop="center") for name, value in (decode or {}).items()}
 
 
-def check_names(argument: str, names: str | Collection[str] | None) -> tuple[str, ...]:
-    """Check names of fields, and return them as they are stored."""
+def read_names(argument: str, names: str | Collection[str] | None) -> tuple[str, ...]:
+    """Check an argument of names of fields, and return the stored names."""
     if names is None:
         return ()
     listed = [names] if isinstance(names, str) else names
     if not isinstance(listed, (Sequence, Set)) or not all(isinstance(name, str) for name in listed):
-        raise TypeError(f"{argument}={short_repr(names)}: pass a list of the names of fields")
+        raise TypeError(f"{argument}={short_repr(names)}: pass a list of field names")
     stored = tuple(map(stored_name, listed))
     if len(set(stored)) < len(stored):
-        raise ValueError(f"{argument}={short_repr(names)}: a field is named twice")
+        raise ValueError(f"{argument}={short_repr(names)}: name each field once")
     return stored
 
 
 def read_layouts(layout: Mapping[str, Any] | None) -> dict[str, Layout]:
-    """Check the argument ``layout``, and return a layout for each name of a field as stored."""
+    """Check the argument ``layout``, and return the layouts by stored field name."""
     example = "{'audio': 'pad'}, or {'audio': Pad(value=-1)}"
     return {
-        stored_name(name): _layout(name, value)
+        stored_name(name): _read_layout(name, value)
         for name, value in _check_mapping("layout", layout, example).items()
     }
 
 
-def _layout(name: str, value: Any) -> Layout:
+def _read_layout(name: str, value: Any) -> Layout:
     if isinstance(value, Layout) and type(value) is not Layout:
         return value
     if isinstance(value, Mapping):
-        return _made(Pad, f"layout[{name!r}]", value)
+        return _create(Pad, f"layout[{name!r}]", value)
     if isinstance(value, str) and value in LAYOUTS:
         return LAYOUTS[value]()
     raise ValueError(
@@ -332,22 +330,22 @@ def _layout(name: str, value: Any) -> Layout:
 
 
 def read_decode(decode: Mapping[str, Any] | None) -> dict[str, "Decode"]:
-    """Check the argument ``decode``, and return a value for each name of a field as stored."""
+    """Check the argument ``decode``, and return its values by stored field name."""
     example = "{'image': Decode(size=224)}"
-    found = {}
+    decoders = {}
     for name, value in _check_mapping("decode", decode, example).items():
         if isinstance(value, Mapping):
-            value = _made(Decode, f"decode[{name!r}]", value)
+            value = _create(Decode, f"decode[{name!r}]", value)
         if not isinstance(value, Decode):
             raise TypeError(f"decode[{name!r}]={short_repr(value)}: pass a Decode, as in {example}")
-        found[stored_name(name)] = value
-    return found
+        decoders[stored_name(name)] = value
+    return decoders
 
 
 def read_windows(windows: Any) -> Windows | None:
-    """Check the argument ``windows``."""
+    """Check the argument ``windows``, which may be a dict from a config."""
     if isinstance(windows, Mapping):
-        return _made(Windows, "windows", windows)
+        return _create(Windows, "windows", windows)
     if windows is None or isinstance(windows, Windows):
         return windows
     raise TypeError(
@@ -360,17 +358,19 @@ def _check_mapping(argument: str, value: Any, example: str) -> Mapping[str, Any]
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise TypeError(
-            f"{argument}={short_repr(value)}: pass a dict by names of fields, such as {example}"
+            f"{argument}={short_repr(value)}: pass a dict with field names as keys, such as"
+            f" {example}"
         )
     return value
 
 
-def _made(kind: type[Options], argument: str, arguments: Mapping[str, Any]) -> Options:
-    """Make a value from its arguments in a config."""
+def _create(options: type[Options], argument: str, keywords: Mapping[str, Any]) -> Options:
+    """Create an option from its keywords in a config."""
     try:
-        return kind(**arguments)
+        return options(**keywords)
     except (TypeError, ValueError) as error:
-        known = ""
-        if is_argument_mismatch(error):  # An argument is missing or unknown.
-            known = f": {kind.__name__} has {', '.join(signature(kind).parameters)}"
-        raise type(error)(f"{argument}: {error}{known}") from error
+        advice = ""
+        if is_argument_mismatch(error):  # A keyword is missing or unknown.
+            parameters = ", ".join(signature(options).parameters)
+            advice = f". {options.__name__} has the parameters {parameters}"
+        raise type(error)(f"{argument}: {error}{advice}") from error

@@ -1,4 +1,4 @@
-"""The schema of a store: its fields, and the nesting of a sample around them."""
+"""`Schema`: the structure of a sample and its fields."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ from lightning_memmap.schema.infer import Inference, merge_shapes
 from lightning_memmap.schema.stack import Batch, Samples, stack
 from lightning_memmap.schema.structure import Node, builder
 
-#: Each field is a file and a mapping, of which a process has at most some ten thousand.
+#: Each field is a mapped file, and a process can map about ten thousand files.
 MAX_FIELDS = 4096
-_NOTHING = Declared()
+_NO_DECLARATION = Declared()
 
 
 @dataclass(frozen=True)
@@ -38,27 +38,31 @@ class Schema:
         for field in self.fields:
             if field.num_variable and not field.item_bytes:
                 raise SchemaError(
-                    f"field {field.name!r}: its rows are {field}, which have a length and no"
-                    " values: give the length as a number, or leave the field out"
+                    f"field {field.name!r}: its rows are {field}, so they have a length but no"
+                    " values. Return the length as a number, or leave the field out"
                 )
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
-        """The fields that are stored, in the order of the leaves of a sample."""
+        """The stored fields, in the order of the leaves of a sample."""
         return self.structure.fields
 
     @classmethod
-    def infer(cls, samples: Sequence[Any], declared: Declared = _NOTHING) -> "Schema":
-        """Find the schema that samples have in common."""
-        found = cls(Inference(declared).infer(samples, ()))
-        if not found.fields and not found.unknown.keys() - {"value"}:
+    def infer(cls, samples: Sequence[Any], declared: Declared = _NO_DECLARATION) -> "Schema":
+        """Infer the schema that samples have in common; other samples may differ as declared."""
+        schema = cls(Inference(declared).infer(samples, ()))
+        if not schema.fields and not schema.unknown.keys() - {"value"}:
             raise SchemaError(
                 f"the sample {short_repr(samples[0])} holds no tensor, array or number"
             )
-        return found._declaring(declared)
+        return schema._with_declared(declared)
 
-    def _declaring(self, declared: Declared) -> "Schema":
-        """Return the schema of samples that may differ from those of this one as declared."""
+    def _with_declared(self, declared: Declared) -> "Schema":
+        """Return the schema with variable dimensions as declared.
+
+        Raises:
+            SchemaError: A declared name does not exist, or its field cannot vary as declared.
+        """
         unknown = tuple(f"{name}." for name in self.unknown)
         names = {field.name for field in self.fields} | {*self.unknown, *self.lists, *self.optional}
         for name in declared.names:
@@ -70,8 +74,8 @@ class Schema:
             count = declared.variable.get(field.name, 0)
             if count and field.is_text and field.name not in self.lists:
                 raise SchemaError(
-                    f"variable: field {field.name!r} is {field.kind}, whose rows may always differ"
-                    " in length, and which is a list in a batch: leave it out"
+                    f"variable: field {field.name!r} is {field.kind}, whose rows may always vary in"
+                    " length: leave it out"
                 )
             if count > len(field.shape):
                 raise SchemaError(
@@ -82,17 +86,17 @@ class Schema:
         return Schema(self.structure.map_fields(lambda f: f.with_variable_dims(counts[f.name])))
 
     def check_declared(self, declared: Declared) -> None:
-        """Check that the rows of a store may differ as declared.
+        """Check that the declared parts of a store may vary or be None.
 
         Raises:
-            ValueError: They may not.
+            ValueError: A name does not exist, or its rows may not vary or be None.
         """
         fields = {field.name: field for field in self.fields}
         again = "or build the store again with overwrite=True"
         for name in declared.nullable - self.optional.keys():
             self.check_name("nullable", name)
             raise ValueError(
-                f"nullable: in the store, no row of field {name!r} may be None: leave it out,"
+                f"nullable: in the store, no row of field {name!r} may be None. Leave it out,"
                 f" {again}"
             )
         for name in declared.variable.keys() - self.lists.keys():
@@ -100,11 +104,14 @@ class Schema:
             if name in fields and not fields[name].num_variable:
                 raise ValueError(
                     f"variable: in the store, all rows of field {name!r} have the shape"
-                    f" {fields[name].shape}: leave it out, {again}"
+                    f" {fields[name].shape}. Leave it out, {again}"
                 )
 
     def check_name(self, argument: str, name: str) -> None:
-        """Check that a field, a list or an optional part of a store has the name."""
+        """Raise a ValueError unless a field, a list or an optional part of a store has the name.
+
+        ``argument`` is the user's argument that the message names.
+        """
         names = {field.name for field in self.fields} | {*self.lists, *self.optional}
         if name not in names:
             raise ValueError(
@@ -113,14 +120,15 @@ class Schema:
             )
 
     def windowed(self, names: Collection[str], length: int) -> "Schema":
-        """Return the schema of windows over rows, where some fields are cut into windows."""
+        """Return the schema of rows whose ``names`` fields are cut into windows of ``length``."""
         return Schema(
             self.structure.map_fields(lambda f: f.windowed(length) if f.name in names else f)
         )
 
     @property
     def unknown(self) -> dict[str, str]:
-        """By name, the empty lists and tuples, and None, whose fields other samples must show."""
+        """The parts whose fields are unknown, by name: ``"None"`` or, for example, ``"an empty
+        list"``. They are None or empty in all samples seen."""
         nodes = self.structure.walk()
         return {
             field_name(path): "None" if node.kind == "none" else f"an empty {node.kind}"
@@ -130,7 +138,7 @@ class Schema:
 
     @property
     def lists(self) -> dict[str, tuple[str, ...]]:
-        """The names of the fields of each list of records, by the name of the list."""
+        """The fields of each list of records, by the name of the list."""
         return {
             field_name(path): tuple(field.name for field in node.fields)
             for path, node in self.structure.walk()
@@ -139,12 +147,12 @@ class Schema:
 
     @property
     def optional(self) -> dict[str, str]:
-        """The name of the mask of each field or container that may be None, by its name."""
+        """The mask of each field or container that may be None, by the name of the latter."""
         return {field_name(path): node.mask for path, node in self.structure.walk() if node.mask}
 
     @property
     def declared(self) -> Declared:
-        """What must be declared to admit all samples of this schema."""
+        """The declaration that a build needs to admit all samples of this schema."""
         lists = self.lists
         in_lists = {name for names in lists.values() for name in names}
         variable = dict.fromkeys(lists, 1)
@@ -154,32 +162,33 @@ class Schema:
         return Declared(variable, frozenset(self.optional))
 
     def why_no_field(self, name: str) -> str:
-        """Explain that no field has a name, and suggest the nearest one."""
+        """Return a message that no field has this stored name. It suggests the nearest name."""
         stored = [field.name for field in self.fields]
-        inner = [readable_name(other) for other in stored if other.startswith(f"{name}.")]
-        names, name = [*map(readable_name, stored)], readable_name(name)
+        inner = [readable_name(field) for field in stored if field.startswith(f"{name}.")]
+        names = [*map(readable_name, stored)]
+        name = readable_name(name)
         if inner:
-            return f"{name!r} is not a field, but has the fields {inner}: name those"
+            return f"{name!r} is a container, not a field: name its fields {inner} instead"
         near = nearest(name, names)
         return f"there is no field {name!r}, among {names}{near or ': leave it out'}"
 
     def admitting(self, others: Sequence["Schema"]) -> "Schema":
-        """Return a schema that also admits the rows of others which differ in shapes alone."""
-        by_name = [{field.name: field for field in other.fields} for other in others]
+        """Return this schema with shapes that also admit the rows of other schemas."""
+        by_name = [{field.name: field for field in schema.fields} for schema in others]
 
-        def merged(field: Field) -> Field:
-            named = (fields[field.name] for fields in by_name if field.name in fields)
-            return merge_shapes([field, *named])
+        def widen(field: Field) -> Field:
+            same_name = (fields[field.name] for fields in by_name if field.name in fields)
+            return merge_shapes([field, *same_name])
 
-        return Schema(self.structure.map_fields(merged))
+        return Schema(self.structure.map_fields(widen))
 
     @classmethod
-    def from_batch(cls, batch: Any, declared: Declared = _NOTHING) -> "Schema":
-        """Describe the rows of a batch; other batches may differ from it as declared."""
-        found = cls(Inference(_NOTHING, is_batch=True).infer([batch], ()))
-        if not found.fields:
+    def from_batch(cls, batch: Any, declared: Declared = _NO_DECLARATION) -> "Schema":
+        """Infer the schema of the rows of a batch; other batches may differ as declared."""
+        schema = cls(Inference(_NO_DECLARATION, is_batch=True).infer([batch], ()))
+        if not schema.fields:
             raise SchemaError(f"{batch!r} holds no tensor")
-        return found._declaring(declared)
+        return schema._with_declared(declared)
 
     @property
     def has_classes(self) -> bool:
@@ -189,30 +198,41 @@ class Schema:
     def stack(
         self, samples: Sequence[Any], sharing: SharedMemoryCheck | None = None
     ) -> list[Values]:
-        """Check samples, and stack their leaves. Note whether they have memory in common."""
-        held = Samples(samples) if sharing is None else CheckedSamples(samples, sharing)
-        return stack(held, self.structure)
+        """Check samples, and stack their leaves into one `Values` per field.
+
+        ``sharing`` records whether the samples share memory.
+        """
+        branch = Samples(samples) if sharing is None else CheckedSamples(samples, sharing)
+        return stack(branch, self.structure)
 
     def flatten(self, sample: Any) -> list[Tensor]:
-        """Convert a sample to the tensors that are stored, in the order of the fields."""
+        """Convert a sample to one tensor per field, as they are stored."""
         return [next(values.rows()) for values in self.stack([sample])]
 
     def stack_batch(self, batch: Any) -> list[Values]:
-        """Check the rows of a batch, and copy them to the CPU."""
-        found = stack(Batch(batch), self.structure)
-        for field, values in zip(self.fields, found, strict=True):
-            if values.num_rows != found[0].num_rows:
+        """Check a batch, and copy its rows to the CPU as one `Values` per field."""
+        stacked = stack(Batch(batch), self.structure)
+        num_rows = stacked[0].num_rows
+        for field, values in zip(self.fields, stacked, strict=True):
+            if values.num_rows != num_rows:
                 raise SchemaError(
-                    f"field {field.name!r}: found {values.num_rows} rows, and {found[0].num_rows}"
-                    f" of field {self.fields[0].name!r}; a list is a field for each of its items:"
-                    " give rows that differ in length as a lightning_memmap.loading.RowList"
+                    f"field {field.name!r} has {values.num_rows} rows, but field"
+                    f" {self.fields[0].name!r} has {num_rows}. Each item of a plain list is a"
+                    " separate field; return rows that vary in length as a"
+                    " lightning_memmap.loading.RowList"
                 )
-        return found
+        return stacked
 
     def builder(
         self, sample: Any = None, *, is_row: bool = False
     ) -> Callable[[Sequence[Any]], Any]:
-        """Make a function that nests one value per field, as ``default_collate`` would or as the
-        dataset gives a row."""
+        """Return a function that nests one value per field into a batch or a row.
+
+        Args:
+            sample: A sample whose named tuples and dataclasses are used. By default, classes with
+                the stored names are created.
+            is_row: Whether to nest one row like a sample of the dataset, instead of a batch like
+                ``default_collate``.
+        """
         index = {field.name: number for number, field in enumerate(self.fields)}
         return builder(self.structure, sample, index, is_row=is_row)

@@ -1,6 +1,6 @@
-"""Check a schema that was read from JSON values, which may be untrusted.
+"""Validate a schema that was decoded from JSON, which may be untrusted.
 
-The types say what a value may be; what follows them are the rules that tie values to each other.
+Decoding checks the type and range of each value. The functions here check how values relate.
 """
 
 from keyword import iskeyword
@@ -26,7 +26,7 @@ from lightning_memmap.schema.structure import (
 
 
 def check_schema(schema: Schema) -> None:
-    """Check what ties the values of a schema to each other."""
+    """Raise a SchemaError if the values of a schema contradict each other."""
     _check_node(schema.structure, 0)
     nodes = list(schema.structure.walk())
     if len({(node.kind, node.name, node.keys) for _, node in nodes if node.name}) > MAX_CLASSES:
@@ -42,7 +42,7 @@ def check_schema(schema: Schema) -> None:
 
 
 def read_dtype(kind: type, value: Any) -> torch.dtype:
-    """Return the dtype of a name."""
+    """Return the dtype with a name. Called by msgspec for values of type ``kind``."""
     assert kind is torch.dtype
     if not isinstance(value, str) or value not in DTYPES:
         raise ValueError(f"unknown dtype {short_repr(value)}; known: {', '.join(DTYPES)}")
@@ -50,73 +50,79 @@ def read_dtype(kind: type, value: Any) -> torch.dtype:
 
 
 def _check_names(path: Path, node: Node) -> None:
-    """Check that a field or a mask has the name that belongs to its path."""
+    """Check that the names of a field and a mask match their path."""
     if node.field is not None and node.field.name != field_name(path):
-        raise SchemaError(f"the field {short_repr(node.field.name)} is not named by its path")
+        raise SchemaError(
+            f"the name of field {short_repr(node.field.name)} does not match its path"
+        )
     if node.mask and node.mask != field_name((*path, MASK)):
-        raise SchemaError(f"the mask {short_repr(node.mask)} is not named by its path")
+        raise SchemaError(f"the name of mask {short_repr(node.mask)} does not match its path")
 
 
 def _check_field(field: Field) -> None:
-    """Check that the shape and dtype of a leaf belong to its kind."""
-    kind, shape = field.kind, field.shape
-    what = f"field {field.name!r}: {field} ({kind})"
-    if None in shape[field.num_variable :]:
-        raise SchemaError(f"{what}: sizes that differ come first")
+    """Check that the shape and dtype of a leaf match its kind."""
+    kind = field.kind
+    description = f"field {field.name!r}: {field} ({kind})"
+    if None in field.shape[field.num_variable :]:
+        raise SchemaError(f"{description}: variable dimensions must come first")
     if isinstance(kind, Text) and kind.many:
-        raise SchemaError(f"{what} is a list, but not the field of one")
-    if kind.dtype not in (None, field.dtype) or kind.shape not in (None, shape):
-        raise SchemaError(f"{what} is of another dtype or shape")
+        raise SchemaError(f"{description} is outside a list of records, so it cannot be a list")
+    if kind.dtype not in (None, field.dtype) or kind.shape not in (None, field.shape):
+        raise SchemaError(f"{description}: the dtype or shape does not match the kind")
 
 
 def _check_node(node: Node, depth: int) -> None:
-    """Check the structure from a node on."""
-    kind, keys = node.kind, node.keys
+    """Check a node and its descendants."""
+    kind = node.kind
+    keys = node.keys
     if depth > MAX_DEPTH:
         raise SchemaError(f"the structure is nested deeper than {MAX_DEPTH} levels")
     if kind == "none":
-        raise SchemaError("a part that is always None")
+        raise SchemaError("a part is None in all rows")
     for child in node.children:
         _check_node(child, depth + 1)
     num_children = 1 if kind in WRAPPERS else len(keys)
     if len(node.children) != num_children or (keys and (kind in WRAPPERS or kind == "leaf")):
-        raise SchemaError(f"{len(node.children)} children: {kind} of {short_repr(keys)}")
+        raise SchemaError(f"a {kind} of {short_repr(keys)} has {len(node.children)} children")
     if (kind == "leaf") != (node.field is not None):
-        raise SchemaError(f"a {kind} with the field {short_repr(node.field)}")
+        raise SchemaError(f"a {kind} has the field {short_repr(node.field)}")
     if (kind == "optional") != bool(node.mask):
-        raise SchemaError(f"a {kind} with the mask {short_repr(node.mask)}")
+        raise SchemaError(f"a {kind} has the mask {short_repr(node.mask)}")
     if kind == "optional" and node.children[0].kind == kind:
-        raise SchemaError("an optional part of an optional part")
+        raise SchemaError("an optional part is nested in another one")
     if kind == "records" and any(part.kind == kind for _, part in node.children[0].walk()):
-        raise SchemaError("a list of records has lists in its records")
+        raise SchemaError("a list of records is nested in another one")
     if len(set(keys)) != len(keys) or any(len(str(key)) > MAX_NAME_LENGTH for key in keys):
-        raise SchemaError(f"the keys {short_repr(keys)} are there twice, or too long")
+        raise SchemaError(f"the keys {short_repr(keys)} are not unique, or too long")
     if node.is_list and keys != tuple(range(len(keys))):
         raise SchemaError(f"the keys of a {kind} are {short_repr(keys)}")
     if (kind in CLASS_KINDS) != bool(node.name):
-        raise SchemaError(f"a {kind} of the name {short_repr(node.name)}")
+        raise SchemaError(f"a {kind} has the class name {short_repr(node.name)}")
     if kind in CLASS_KINDS:
         _check_class(node)
     is_tensordict = kind == "tensordict"
-    within = {child.kind for child in node.children} - {"leaf", kind}
-    if (is_tensordict and (within or not keys)) or (not is_tensordict and node.feature_dims):
-        raise SchemaError(f"a {kind} of {short_repr(keys)} with {node.feature_dims} dimensions")
+    other_kinds = {child.kind for child in node.children} - {"leaf", kind}
+    if is_tensordict and (other_kinds or not keys):
+        raise SchemaError(f"a tensordict of {short_repr(keys)} has children {sorted(other_kinds)}")
+    if not is_tensordict and node.feature_dims:
+        raise SchemaError(f"a {kind} has feature_dims={node.feature_dims}")
 
 
 def _check_class(node: Node) -> None:
-    """Check that `look_alike` can make a class: it writes source code with these names."""
-    kind, name = node.kind, node.name
-    if not name.isprintable():
-        raise SchemaError(f"{short_repr(name)} is not a name of a class")
-    if kind == "namedtuple" and not _is_identifier(name):
-        raise SchemaError(f"{short_repr(name)} is not a name of a named tuple")
+    """Check the names of a class. Creating it evaluates source code with these names."""
+    is_namedtuple = node.kind == "namedtuple"
+    name = node.name
+    if not name.isprintable() or (is_namedtuple and not _is_identifier(name)):
+        raise SchemaError(f"{short_repr(name)} is not a valid name of a {node.kind}")
     for key in node.keys:
-        if not _is_identifier(key) or (kind == "namedtuple" and str(key).startswith("_")):
-            raise SchemaError(f"{kind} {short_repr(name)}: {short_repr(key)} names no field")
+        if not _is_identifier(key) or (is_namedtuple and str(key).startswith("_")):
+            raise SchemaError(
+                f"{node.kind} {short_repr(name)}: {short_repr(key)} is not a valid field name"
+            )
 
 
 def _is_identifier(name: str | int) -> bool:
-    """Return whether a class can have a field of this name, which Python does not normalize."""
+    """Return whether a name is an identifier that Python does not normalize to another one."""
     return (
         isinstance(name, str)
         and name.isidentifier()
@@ -128,7 +134,7 @@ def _is_identifier(name: str | int) -> bool:
 
 def _check_batch_size(node: Node) -> None:
     """Check that the fields of a TensorDict share its batch size."""
-    first, *others = (field.shape for field in node.fields)
-    size = first[: max(0, len(first) - node.feature_dims)]
-    if any(shape[: len(size)] != size for shape in others):
+    shape = node.fields[0].shape
+    batch_size = shape[: max(0, len(shape) - node.feature_dims)]
+    if any(field.shape[: len(batch_size)] != batch_size for field in node.fields):
         raise SchemaError("the fields of a TensorDict do not share its batch_size")

@@ -1,4 +1,4 @@
-"""Structures: the containers of a sample around its leaves, taken apart and put together again."""
+"""Structures: the nesting of containers in a sample. Flatten samples, and nest leaves again."""
 
 import dataclasses
 from collections import namedtuple
@@ -19,43 +19,43 @@ from lightning_memmap.schema.fields import MAX_NAME_LENGTH, Field, RowList, desc
 from lightning_memmap.tensordict_types import is_tensorclass, tensordict_types
 
 MAX_DEPTH = 32
-#: An untrusted schema may name many classes, and making one takes a millisecond.
+#: Bounds what an untrusted schema can cost, because creating a class takes a millisecond.
 MAX_CLASSES = 256
-#: The last part of the name of a mask, the field that is False where another one is None.
+#: The last key in the name of a mask.
 MASK = "mask"
 CLASS_KINDS = ("namedtuple", "dataclass")
-#: Kinds that have one child and no keys.
+#: Kinds with one child and no keys.
 WRAPPERS = ("records", "optional")
 
 Key = str | int
 Path = tuple[Key, ...]
-#: The leaves of a sample or batch by the index of their field.
+#: The leaves of a sample or batch, by the index of their field.
 Leaves: TypeAlias = Sequence[Any] | Mapping[int, Any]
-#: Nests leaves like a sample.
+#: A function that nests leaves like a sample.
 Build: TypeAlias = Callable[[Leaves], Any]
 
 
 class Node(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, dict=True):
     """A container of a sample, or a leaf with its field."""
 
-    #: "records" is a list of any length, whose items all have the structure of its child.
-    #: "optional" is None in some rows, and has the structure of its child in the others. "none" was
-    #: None in all rows seen.
+    #: "records" is a list of any length, whose items have the structure of the child. "optional" is
+    #: None in some rows, and has the structure of the child in other rows. "none" is None in all
+    #: rows.
     kind: Literal[
         "leaf", "records", "optional", "none",
         "tuple", "list", "dict", "namedtuple", "dataclass", "tensordict",
     ]  # fmt: skip
-    #: The key, attribute or index of each child, where it has one.
+    #: The key, attribute or index of each child.
     keys: Path = ()
-    # Python 3.10 does not look for names within a type.
+    # Quoted as a whole, because Python 3.10 does not resolve names nested in a type.
     children: "tuple[Node, ...]" = ()
-    #: The name of the class of a named tuple or dataclass.
+    #: The class name of a named tuple or dataclass.
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_LENGTH)] = ""
-    #: The dimensions of the first field of a TensorDict that are not in its batch_size.
+    #: The number of dimensions of the first field of a TensorDict that its batch_size excludes.
     feature_dims: Annotated[int, msgspec.Meta(ge=0)] = 0
     #: The field of a leaf. Within records, it is the field of one record.
     field: Field | None = None
-    #: The name of the bool field that is False where an "optional" part is None.
+    #: The bool field of an "optional" part. It is False in rows that are None.
     mask: Annotated[str, msgspec.Meta(max_length=MAX_NAME_LENGTH)] = ""
 
     @property
@@ -65,7 +65,7 @@ class Node(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
-        """The stored fields from this node on: those of its children, then its mask."""
+        """The stored fields of this node: the fields of its children, then its mask."""
         if self.field is not None:
             return (self.field,)
         fields = [field for child in self.children for field in child.fields]
@@ -77,7 +77,7 @@ class Node(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
 
     @cached_property
     def masks(self) -> dict[str, tuple[str, ...]]:
-        """By name of a field, the masks of the optional parts that it is in, outermost first."""
+        """The masks of the optional parts around each field, outermost first, by field name."""
         if self.field is not None:
             return {self.field.name: ()}
         masks = {name: names for child in self.children for name, names in child.masks.items()}
@@ -95,13 +95,13 @@ class Node(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
             yield (*path, key), child
 
     def walk(self, path: Path = ()) -> Iterator[tuple[Path, "Node"]]:
-        """Yield the path and the node of this node and of all below it, parents first."""
+        """Yield the path and the node of this node and its descendants, parents first."""
         yield path, self
         for child_path, child in self.items(path):
             yield from child.walk(child_path)
 
     def map_fields(self, change: Callable[[Field], Field]) -> "Node":
-        """Return the same structure with each stored field of a leaf replaced."""
+        """Return the same structure with the stored field of each leaf replaced."""
         if self.field is not None:
             return replace(self, field=change(self.field))
         function = change
@@ -114,15 +114,20 @@ NONE = Node("none")
 
 
 def leaf_node(field: Field) -> Node:
-    """Make the node of a leaf."""
+    """Return the node of a leaf."""
     return Node("leaf", field=field)
 
 
 def columns_of(values: Sequence[Any], node: Node, path: Path) -> Sequence[Sequence[Any]]:
-    """Return the values of containers, child by child."""
-    kinds, lengths = set(map(type, values)), {len(node.keys)}
+    """Return the values of each child of containers, in the order of the keys of a node.
+
+    Raises:
+        SchemaError: A container does not have the kind and keys of the node.
+    """
+    kinds = set(map(type, values))
+    lengths = {len(node.keys)}
     kind: Any = kinds.pop() if len(kinds) == 1 else None
-    # Those that most datasets give, all at once.
+    # A fast path for the most common types.
     is_tuple = kind in (tuple, list) and node.kind == kind.__name__
     is_tuple |= node.kind == "namedtuple" and getattr(kind, "_fields", None) == node.keys
     if is_tuple and set(map(len, values)) == lengths:
@@ -130,18 +135,18 @@ def columns_of(values: Sequence[Any], node: Node, path: Path) -> Sequence[Sequen
     if kind is dict and node.kind == "dict" and set(map(len, values)) == lengths:
         with suppress(KeyError):
             return [list(map(itemgetter(key), values)) for key in node.keys]
-    return list(zip(*(_children(value, node, path) for value in values), strict=True))
+    return list(zip(*(_children_in_order(value, node, path) for value in values), strict=True))
 
 
-def _children(value: Any, node: Node, path: Path) -> Sequence[Any]:
-    """Return the values of one container, in the order of a node's keys."""
-    found = children_of(value, path)
-    if found is None or found[0] != node.kind:
+def _children_in_order(value: Any, node: Node, path: Path) -> Sequence[Any]:
+    """Return the values of one container, in the order of the keys of a node."""
+    container = children_of(value, path)
+    if container is None or container[0] != node.kind:
         raise MismatchError(
             f"{describe_path(path)}: found {type(value).__name__}, expected {node.kind}"
             f" of {short_repr(list(node.keys))}"
         )
-    _, keys, values = found
+    _, keys, values = container
     if tuple(keys) == node.keys:
         return values
     if node.kind in ("dict", "tensordict") and set(keys) == set(node.keys):
@@ -152,24 +157,25 @@ def _children(value: Any, node: Node, path: Path) -> Sequence[Any]:
     )
     if node.is_list:
         raise MismatchError(text)
-    new, missing = [k for k in keys if k not in node.keys], [k for k in node.keys if k not in keys]
-    parts = [f"{short_repr(new)} too many"] * bool(new)
-    parts += [f"{short_repr(missing)} missing"] * bool(missing)
+    unexpected = [key for key in keys if key not in node.keys]
+    missing = [key for key in node.keys if key not in keys]
+    differences = [f"unexpected: {short_repr(unexpected)}"] * bool(unexpected)
+    differences += [f"missing: {short_repr(missing)}"] * bool(missing)
     raise SchemaError(
-        f"{text}: the keys differ ({', '.join(parts)}): give all rows the same, None where it has"
-        " none"
+        f"{text} ({', '.join(differences)}). Return the same keys in all rows, with None for"
+        " missing values"
     )
 
 
 def children_of(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | None:
-    """Kind, keys and values of a container; None for a leaf."""
+    """Return the kind, keys and values of a container, or None for a leaf."""
     if isinstance(value, (Tensor, RowList)):
         return None
     if isinstance(value, tensordict_types()):
         return "tensordict", list(value.keys()), list(value.values())
     if isinstance(value, Mapping):
         for key in value:
-            # Not their subclasses either: a store could not give an enum's member back.
+            # Subclasses, such as members of an enum, could not be restored.
             if type(key) not in (str, int):
                 raise SchemaError(
                     f"{describe_path(path)}: the dict key {key!r} is neither a plain string"
@@ -183,8 +189,8 @@ def children_of(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | No
         return kind, list(range(len(value))), list(value)
     if is_tensorclass(value):
         raise SchemaError(
-            f"{describe_path(path)}: found a tensorclass, {type(value).__name__}, of which a"
-            " store keeps no class: give value.to_tensordict()"
+            f"{describe_path(path)}: found {type(value).__name__}, a tensorclass. Its class is not"
+            " stored, so return value.to_tensordict()"
         )
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
@@ -193,60 +199,63 @@ def children_of(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | No
 
 
 class Masked(NamedTuple):
-    """The rows of a batch of which some are None: values and a mask."""
+    """The rows of an optional field or container in a batch: values and a mask."""
 
     values: Any
-    """The values. Rows that are None are zeros, or empty if rows differ in length."""
+    """The values. Rows that are None are zeros, or empty if rows vary in length."""
     mask: Tensor
-    """True for each row that is not None: bool of shape (B,), on the device of ``values``."""
+    """True for rows that are not None, bool of shape (B,), on the device of ``values``."""
 
     def rows(self) -> list[Any]:
-        """Return the rows, with None for rows without a value.
+        """Return a list of the rows, with None for rows without a value.
 
         Raises:
-            TypeError: The rows have more than one field.
+            TypeError: ``values`` is a container of several fields.
         """
         values = self.values
         if isinstance(values, Mapping) or not (
             hasattr(values, "rows") or len(values) == len(self.mask)
         ):
             raise TypeError(
-                f"Masked: the rows of a {type(values).__name__} are in its parts: take them from"
-                " there, with `mask`"
+                f"Masked: values is a {type(values).__name__} of several fields. Select the rows of"
+                " each field with `mask`"
             )
-        found = values.rows() if hasattr(values, "rows") else values
-        given = self.mask.tolist()
-        return [row if is_given else None for row, is_given in zip(found, given, strict=True)]
+        rows = values.rows() if hasattr(values, "rows") else values
+        mask = self.mask.tolist()
+        return [row if is_present else None for row, is_present in zip(rows, mask, strict=True)]
 
 
-def _records(record: Build, leaves: Mapping[int, Any]) -> Any:
-    """Nest the records of a batch: row by row if their fields are lists of rows."""
+def _build_batch_of_records(build: Build, leaves: Mapping[int, Any]) -> Any:
+    """Nest the records of a batch: row by row if all their fields are lists of rows."""
     if not all(isinstance(leaf, RowList) for leaf in leaves.values()):
-        return record(leaves)
+        return build(leaves)
     rows = zip(*leaves.values(), strict=True)
-    return RowList(record(dict(zip(leaves, row, strict=True))) for row in rows)
+    return RowList(build(dict(zip(leaves, row, strict=True))) for row in rows)
 
 
-def _list(record: Build, leaves: Mapping[int, Any]) -> list[Any]:
+def _build_list_of_records(build: Build, leaves: Mapping[int, Any]) -> list[Any]:
     """Nest the records of one row."""
     lengths = {len(leaf) for leaf in leaves.values()}
     if len(lengths) > 1:
         raise StoreError(
-            f"the records of a row have {' and '.join(map(str, sorted(lengths)))} values: the store"
-            " is damaged, build it again"
+            f"the fields of a list of records have {' and '.join(map(str, sorted(lengths)))}"
+            " records: the store is damaged, build it again"
         )
-    count = lengths.pop() if lengths else 0
-    return [record({at: leaf[row] for at, leaf in leaves.items()}) for row in range(count)]
+    num_records = lengths.pop() if lengths else 0
+    return [
+        build({index: leaf[record] for index, leaf in leaves.items()})
+        for record in range(num_records)
+    ]
 
 
 def builder(node: Node, sample: Any, index: Mapping[str, int], *, is_row: bool = False) -> Build:
-    """Make a function that nests leaves like a sample; see `Schema.builder`.
+    """Return a function that nests leaves like a sample; see `Schema.builder`.
 
     Args:
         node: The structure.
-        sample: A sample whose classes of named tuples and dataclasses are used, or None.
+        sample: A sample whose named tuples and dataclasses are used, or None.
         index: The index of each field among the leaves, by name.
-        is_row: Whether the leaves are of one row, and not of a batch.
+        is_row: Whether the leaves are from one row instead of a batch.
     """
     if node.field is not None:
         return itemgetter(index[node.field.name])
@@ -254,18 +263,18 @@ def builder(node: Node, sample: Any, index: Mapping[str, int], *, is_row: bool =
         first = next(iter(sample), None) if isinstance(sample, (list, tuple)) else None
         record = builder(node.children[0], first, index, is_row=is_row)
         indices = [index[field.name] for field in node.fields]
-        nest = _list if is_row else _records
-        return lambda leaves: nest(record, {at: leaves[at] for at in indices})
+        nest = _build_list_of_records if is_row else _build_batch_of_records
+        return lambda leaves: nest(record, {i: leaves[i] for i in indices})
     if node.kind == "optional":
         part = builder(node.children[0], sample, index, is_row=is_row)
         mask = index[node.mask]
         if is_row:
             return lambda leaves: part(leaves) if leaves[mask] else None
         return lambda leaves: Masked(part(leaves), leaves[mask])
-    found = children_of(sample, ()) if sample is not None else None
-    if found is not None and (found[0] != node.kind or set(found[1]) != set(node.keys)):
-        found = None
-    samples = dict(zip(found[1], found[2], strict=True)) if found is not None else {}
+    container = children_of(sample, ()) if sample is not None else None
+    if container is not None and (container[0] != node.kind or set(container[1]) != set(node.keys)):
+        container = None
+    samples = dict(zip(container[1], container[2], strict=True)) if container is not None else {}
     children = [
         (key, builder(child, samples.get(key), index, is_row=is_row))
         for key, child in zip(node.keys, node.children, strict=True)
@@ -275,7 +284,7 @@ def builder(node: Node, sample: Any, index: Mapping[str, int], *, is_row: bool =
     if node.kind == "dict":
         return lambda leaves: {key: child(leaves) for key, child in children}
     if node.kind == "tensordict":
-        from tensordict import TensorDict  # Only here; see tensordict_types.
+        from tensordict import TensorDict  # Imported late; see tensordict_types.
 
         first_field = index[node.fields[0].name]
 
@@ -283,18 +292,18 @@ def builder(node: Node, sample: Any, index: Mapping[str, int], *, is_row: bool =
             values = {str(key): child(leaves) for key, child in children}
             shape = leaves[first_field].shape
             batch_size = shape[: max(0, len(shape) - node.feature_dims)]
-            # Beyond the rows, fields that differ in length may be padded to different lengths.
+            # Variable dimensions of the batch size may be padded to different lengths.
             while any(value.shape[: len(batch_size)] != batch_size for value in values.values()):
                 batch_size = batch_size[:-1]
             return TensorDict(values, batch_size)
 
         return build_tensordict
-    class_type: Any = type(sample) if found else _look_alike(node.kind, node.name, node.keys)
+    class_type: Any = type(sample) if container else _create_class(node.kind, node.name, node.keys)
     if node.kind == "namedtuple":
         return lambda leaves: class_type._make(child(leaves) for _, child in children)
 
     def build_dataclass(leaves: Leaves) -> Any:
-        # Not through __init__: what a class checks of one sample need not hold for a batch.
+        # Without __init__, because its checks of a sample may not hold for a batch.
         batch = object.__new__(class_type)
         for key, child in children:
             object.__setattr__(batch, str(key), child(leaves))
@@ -304,9 +313,9 @@ def builder(node: Node, sample: Any, index: Mapping[str, int], *, is_row: bool =
 
 
 @lru_cache(MAX_CLASSES)
-def _look_alike(kind: str, name: str, keys: Path) -> type:
+def _create_class(kind: str, name: str, keys: Path) -> type:
     names = [str(key) for key in keys]
     if kind == "namedtuple":
-        made: type = namedtuple(name, names)  # type: ignore[misc]
-        return made
+        class_type: type = namedtuple(name, names)  # type: ignore[misc]
+        return class_type
     return dataclasses.make_dataclass(name, names)

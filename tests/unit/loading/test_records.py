@@ -99,7 +99,7 @@ def test_field_that_may_not_be_none_is_not_declared(store: Store) -> None:
 
 def test_rows_of_several_fields_are_in_the_parts_of_a_masked_value() -> None:
     assert Masked([1, 2], torch.tensor([True, False])).rows() == [1, None]
-    with pytest.raises(TypeError, match="the rows of a dict are in its parts"):
+    with pytest.raises(TypeError, match="Masked: values is a dict"):
         Masked({"a": torch.zeros(2)}, torch.ones(2, dtype=torch.bool)).rows()
 
 

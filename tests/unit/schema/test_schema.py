@@ -536,7 +536,7 @@ def test_stack_batch_gives_the_tensors_in_the_order_of_the_fields() -> None:
     assert not found[0].data.requires_grad
     assert torch.equal(found[1].data, b)
     texts_too = {"a": torch.zeros(2), "text": RowList(["a", "bc"])}
-    with pytest.raises(SchemaError, match="'text': found 0 rows, and 2 of field 'a'"):
+    with pytest.raises(SchemaError, match=r"'text' has 0 rows, .*'a' has 2"):
         Schema.from_batch(texts_too).stack_batch({**texts_too, "text": RowList()})
     values = torch.tensor([1 + 2j, 3 - 1j])
     (conjugate,) = Schema.from_batch(values).stack_batch(values.conj())
