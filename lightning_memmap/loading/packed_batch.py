@@ -15,7 +15,7 @@ from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.packed_rows import PackedRows
 from lightning_memmap.loading.packing import Packing
 from lightning_memmap.loading.row_source import Leaf, RowSource, Take
-from lightning_memmap.loading.variable_batch import ROW_NUMBER
+from lightning_memmap.loading.variable_batch import ROW_NUMBER, check_layout
 from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.sampling.packed import PackedSampler, Pieces
 from lightning_memmap.sampling.rows import Integers
@@ -145,6 +145,10 @@ class PackedCollate:
         self._max_seqlen = sampler.max_seqlen
         self._limits = dict(sampler.options.limits)
         layouts = layout or {}
+        fields = {field.name: field for field in structure.fields}
+        for name in layouts:
+            schema.check_name("layout", name)
+            check_layout(name, fields.get(name), ())
         index = {field.name: number for number, field in enumerate(structure.fields)}
         self._build = builder(structure, sample, index)
         self._packs = [

@@ -94,6 +94,11 @@ def load_split(
     cut = pool.rows.fields if isinstance(pool.rows, WindowedRows) else ()
     if cut:
         store = store.completed()
+    if decode and isinstance(placement.order, PackedSampler):
+        raise ValueError(
+            f"decode={[*decode]} with sampler=Packed(...): images of packs aren't decoded: leave"
+            " decode out, and store the images decoded, or decode the bytes in the transform"
+        )
     decoders = image_decoders(store, decode or {})
     if decoders and cut:
         raise ValueError(

@@ -305,7 +305,11 @@ class Store:
         """Count the items of each row in dataset order, or the bytes of a text. Reads no value."""
         stored = self.schema.fields[self._index_of(field)]
         if not stored.num_variable:
-            raise ValueError(f"field {field!r}: all its rows have one length")
+            raise ValueError(
+                f"field {field!r}: all its rows have one length in the store at {self.path}: if"
+                f" others may differ, pass variable=[{field!r}] and overwrite=True, and name all"
+                " fields that differ alike"
+            )
         return self._items_of(stored).lengths()
 
     def _index_of(self, field: str) -> int:

@@ -316,6 +316,35 @@ def test_blocks_are_an_error(tmp_path: Path, options: Any) -> None:
         batches_of(data_of(tmp_path, **options))
 
 
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"decode": {"name": {}}}, r"decode=\['name'\] with sampler=Packed"),
+        ({"decode": {"nothing": {}}}, r"decode=\['nothing'\] with sampler=Packed"),
+        ({"layout": {"labels": "pad"}}, r"layout: .*no field 'labels'.*inner\.labels"),
+        ({"layout": {"score": "pad"}}, r"layout: .*'score' have the shape"),
+        ({"layout": {"name": "pad"}}, r"layout: field 'name' is text"),
+    ],
+)
+def test_forms_that_packs_do_not_have_are_an_error(
+    tmp_path: Path, options: Any, match: str
+) -> None:
+    batches_of(data_of(tmp_path))
+    with pytest.raises(ValueError, match=match):
+        batches_of(data_of(tmp_path).with_options(**options))
+
+
+def test_documents_of_one_length_are_packed_where_declared(tmp_path: Path) -> None:
+    rows = [{"tokens": torch.arange(20), "labels": torch.arange(20)} for _ in range(3)]
+    options: Any = {"store_dir": tmp_path, "num_shards": 1, "sampler": Packed("tokens", LENGTH)}
+    with pytest.raises(ValueError, match=r"variable=\['tokens'\] and overwrite=True"):
+        batches_of(MemmapDataModule(rows, **options))
+    options |= {"variable": ["tokens", "labels"], "overwrite": True}
+    (batch,) = batches_of(MemmapDataModule(rows, **options))
+    assert batch["labels"].shape[1] == LENGTH
+    assert int(batch["packing"].cu_seqlens.amax(1).sum()) == 60
+
+
 class OtherLengths(Documents):
     """Another field has other lengths."""
 
