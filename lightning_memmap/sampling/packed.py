@@ -84,7 +84,8 @@ class Packed(ReprAsCall, SamplerFactory):
             default all tokens of a document but the first are targets.
         shares: The share of each training set by its name in ``train_dataset``, as for `Mixture`.
             An epoch then has as many tokens as all sets together, and the rows of a set are read
-            again and again, each equally often within 1.
+            again and again, in each shard equally often within 1. If a set has only a few rows in
+            each shard, some come up to twice as often as others: choose a smaller ``num_shards``.
         shares_of: Whether these are shares of ``"tokens"`` or of ``"documents"``.
 
     Raises:
