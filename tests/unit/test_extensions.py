@@ -254,7 +254,7 @@ def test_row_source_of_a_test_serves_a_loader(
     assert epoch_rows(loader) == epoch_rows(expected)
     assert sorted(source.fetched) == list(range(NUM_ROWS))
     rows.release()
-    with pytest.raises(RuntimeError, match="call setup"):
+    with pytest.raises(RuntimeError, match=r"setup\(\)"):
         next(iter(loader))
 
 

@@ -409,7 +409,7 @@ class TestTeardown:
         data.teardown()
         assert before - used_bytes() > 0.9 * Wide.num_bytes
         for each in loaders:
-            with pytest.raises(RuntimeError, match=r"freed by teardown\(\).*: call setup\(\)"):
+            with pytest.raises(RuntimeError, match=r"teardown\(\).*setup\(\)"):
                 next(iter(each))
         with pytest.raises(StoreNotFoundError, match=r"not set up"):
             data.train_dataloader()
@@ -479,10 +479,10 @@ class TestAttributes:
         assert sorted(rows(data.train_dataloader())) == list(range(60))
         data.teardown()
 
-    def test_form_that_is_set_after_setup_waits_for_the_next_one(self, tmp_path: Path) -> None:
+    def test_layout_that_is_set_after_setup_waits_for_the_next_one(self, tmp_path: Path) -> None:
         texts = [{"tokens": list(range(1 + row % 3))} for row in range(24)]
         data = set_up(MemmapDataModule(texts, store_dir=tmp_path / "stores", batch_size=4), "fit")
-        data.variable = {"tokens": "list"}
+        data.layout = {"tokens": "list"}
         assert isinstance(next(iter(data.train_dataloader()))["tokens"], Padded)
         set_up(data, "fit")
         assert isinstance(next(iter(data.train_dataloader()))["tokens"], list)
