@@ -105,15 +105,15 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         )
 
     @property
-    def in_list(self) -> "Field":
+    def list_field(self) -> "Field":
         """The field of a list of records whose records have this field."""
         if isinstance(self.kind, Text):
             return replace(self, kind=replace(self.kind, many=True))
         return replace(self, shape=(None, *self.shape))
 
     @property
-    def of_record(self) -> "Field":
-        """The field of one record. The reverse of `in_list`."""
+    def record_field(self) -> "Field":
+        """The field of one record. The reverse of `list_field`."""
         if isinstance(self.kind, Text):
             return replace(self, kind=replace(self.kind, many=False))
         return replace(self, shape=self.shape[1:])

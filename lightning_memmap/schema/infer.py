@@ -26,7 +26,7 @@ from lightning_memmap.schema.structure import (
     Key,
     Node,
     Path,
-    children_of,
+    as_container,
     columns_of,
     leaf_node,
 )
@@ -74,10 +74,10 @@ class Inference:
         return _optional_node(node, path)
 
     def _infer_present(self, values: Sequence[Any], path: Path, in_record: bool) -> Node:
-        candidates = [children_of(value, path) for value in values]
+        candidates = [as_container(value, path) for value in values]
         containers = [container for container in candidates if container is not None]
         if not containers:
-            infer_field = rows_field if self.is_batch else leaf_field
+            infer_field = batch_leaf_field if self.is_batch else leaf_field
             fields = [infer_field(field_name(path), value) for value in values]
             return leaf_node(_merge_fields(fields, path))
         if len(containers) < len(candidates):
@@ -220,7 +220,7 @@ def leaf_field(name: str, leaf: Any) -> Field:
         raise SchemaError(f"field {name!r}: {error}") from error
 
 
-def rows_field(name: str, leaf: Any) -> Field:
+def batch_leaf_field(name: str, leaf: Any) -> Field:
     """Return the field of the rows that a leaf of a batch holds."""
     rows = unstacked_rows(name, leaf)
     if rows is None:

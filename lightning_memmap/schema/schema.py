@@ -68,7 +68,7 @@ class Schema:
         for name in declared.names:
             if name not in names and not name.startswith(unknown):
                 argument = "nullable" if name in declared.nullable else "variable"
-                raise SchemaError(f"{argument}: {self.why_no_field(name)}")
+                raise SchemaError(f"{argument}: {self.missing_field_message(name)}")
         counts = dict[str, int]()
         for field in self.fields:
             count = declared.variable.get(field.name, 0)
@@ -115,8 +115,8 @@ class Schema:
         names = {field.name for field in self.fields} | {*self.lists, *self.optional}
         if name not in names:
             raise ValueError(
-                f"{argument}: in the store, {self.why_no_field(name)}. If the dataset has it now,"
-                " build the store again with overwrite=True"
+                f"{argument}: in the store, {self.missing_field_message(name)}. If the dataset"
+                " has it now, build the store again with overwrite=True"
             )
 
     def windowed(self, names: Collection[str], length: int) -> "Schema":
@@ -127,8 +127,10 @@ class Schema:
 
     @property
     def unknown(self) -> dict[str, str]:
-        """The parts whose fields are unknown, by name: ``"None"`` or, for example, ``"an empty
-        list"``. They are None or empty in all samples seen."""
+        """The parts that are None or empty in all samples, so that their fields are unknown.
+
+        Maps their names to ``"None"``, ``"an empty list"`` or ``"an empty tuple"``.
+        """
         nodes = self.structure.walk()
         return {
             field_name(path): "None" if node.kind == "none" else f"an empty {node.kind}"
@@ -161,7 +163,7 @@ class Schema:
                 variable[field.name] = field.num_variable
         return Declared(variable, frozenset(self.optional))
 
-    def why_no_field(self, name: str) -> str:
+    def missing_field_message(self, name: str) -> str:
         """Return a message that no field has this stored name. It suggests the nearest name."""
         stored = [field.name for field in self.fields]
         inner = [readable_name(field) for field in stored if field.startswith(f"{name}.")]

@@ -56,7 +56,7 @@ class Branch(ABC):
     @abstractmethod
     def __len__(self) -> int: ...
 
-    def is_present(self) -> NDArray[np.bool_]:
+    def present_mask(self) -> NDArray[np.bool_]:
         """Return whether each row is not None, bool of shape (n,)."""
         return np.ones(len(self), np.bool_)
 
@@ -88,7 +88,7 @@ class Samples(Branch):
         return len(self._values)
 
     @override
-    def is_present(self) -> NDArray[np.bool_]:
+    def present_mask(self) -> NDArray[np.bool_]:
         return np.array([not is_missing(value) for value in self._values])
 
     @override
@@ -118,7 +118,7 @@ class Samples(Branch):
             # If this fails, the leaves are converted one at a time below.
             with suppress(RuntimeError, TypeError, ValueError, OverflowError, AttributeError):
                 return _stack_same_type(field, leaves)
-        data, sizes = _concatenate(field, [leaf_array(field, leaf) for leaf in leaves])
+        data, sizes = _concatenate(field, [convert_leaf(field, leaf) for leaf in leaves])
         return Values(as_tensor(data), sizes)
 
     def _like(self, values: Sequence[Any]) -> Branch:
@@ -171,11 +171,11 @@ def stack(branch: Branch, node: Node, path: Path = ()) -> list[Values]:
     if node.field is not None:
         return [branch.leaves(node.field)]
     if node.kind == "none":
-        if branch.is_present().any():
+        if branch.present_mask().any():
             raise MismatchError(f"{describe_path(path)}: found a value, expected None")
         return []
     if node.kind == "optional":
-        mask = branch.is_present()
+        mask = branch.present_mask()
         if mask.all():
             stacked = stack(branch, node.children[0], path)
         else:
@@ -271,7 +271,7 @@ def _stack_texts(field: Field, kind: Text, texts: Sequence[Any]) -> Values:
         if types <= kind.types:
             encoded = list(map(kind.encode, texts))
         else:
-            encoded = [leaf_array(field, text).tobytes() for text in texts]  # type: ignore[union-attr]
+            encoded = [convert_leaf(field, text).tobytes() for text in texts]  # type: ignore[union-attr]
         data = b"".join(encoded)
     sizes = np.fromiter(map(len, encoded), np.int64, len(texts))
     return Values(as_tensor(np.frombuffer(data, np.uint8)), sizes[:, None])
@@ -326,7 +326,7 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
 
 
-def leaf_array(field: Field, leaf: Any) -> Array:
+def convert_leaf(field: Field, leaf: Any) -> Array:
     """Convert a leaf of any type to the array that is stored. Raises an error if it doesn't fit."""
     try:
         if _is_list(leaf):
@@ -388,8 +388,7 @@ def array_dtype(array: Array) -> torch.dtype:
 
 
 def common_dtype(values: Sequence[Any]) -> torch.dtype | None:
-    """Return the torch dtype of numbers of Python, numpy or torch, or None if there is no common
-    one."""
+    """Return the torch dtype that Python, numpy or torch numbers share, or None if they differ."""
     dtypes: set[torch.dtype | None] = set()
     for kind in set(map(type, values)):
         if kind is Tensor:

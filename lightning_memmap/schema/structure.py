@@ -70,7 +70,7 @@ class Node(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
             return (self.field,)
         fields = [field for child in self.children for field in child.fields]
         if self.kind == "records":
-            fields = [field.in_list for field in fields]
+            fields = [field.list_field for field in fields]
         if self.mask:
             fields.append(Field(self.mask, torch.bool, ()))
         return tuple(fields)
@@ -106,7 +106,7 @@ class Node(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
             return replace(self, field=change(self.field))
         function = change
         if self.kind == "records":
-            function = lambda field: change(field.in_list).of_record  # noqa: E731
+            function = lambda field: change(field.list_field).record_field  # noqa: E731
         return replace(self, children=tuple(child.map_fields(function) for child in self.children))
 
 
@@ -140,7 +140,7 @@ def columns_of(values: Sequence[Any], node: Node, path: Path) -> Sequence[Sequen
 
 def _children_in_order(value: Any, node: Node, path: Path) -> Sequence[Any]:
     """Return the values of one container, in the order of the keys of a node."""
-    container = children_of(value, path)
+    container = as_container(value, path)
     if container is None or container[0] != node.kind:
         raise MismatchError(
             f"{describe_path(path)}: found {type(value).__name__}, expected {node.kind}"
@@ -167,7 +167,7 @@ def _children_in_order(value: Any, node: Node, path: Path) -> Sequence[Any]:
     )
 
 
-def children_of(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | None:
+def as_container(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | None:
     """Return the kind, keys and values of a container, or None for a leaf."""
     if isinstance(value, (Tensor, RowList)):
         return None
@@ -271,7 +271,7 @@ def builder(node: Node, sample: Any, index: Mapping[str, int], *, is_row: bool =
         if is_row:
             return lambda leaves: part(leaves) if leaves[mask] else None
         return lambda leaves: Masked(part(leaves), leaves[mask])
-    container = children_of(sample, ()) if sample is not None else None
+    container = as_container(sample, ()) if sample is not None else None
     if container is not None and (container[0] != node.kind or set(container[1]) != set(node.keys)):
         container = None
     samples = dict(zip(container[1], container[2], strict=True)) if container is not None else {}

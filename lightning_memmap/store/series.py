@@ -31,7 +31,7 @@ def windowed(store: Store, rows: Rows, windows: Windows | None) -> Rows:
     fields = {field.name: field for field in store.schema.fields}
     for name in windows.fields:
         if name not in fields:
-            raise ValueError(f"windows: in the store, {store.schema.why_no_field(name)}")
+            raise ValueError(f"windows: in the store, {store.schema.missing_field_message(name)}")
         field = fields[name]
         if field.is_text or field.num_variable > 1 or not field.shape:
             raise ValueError(

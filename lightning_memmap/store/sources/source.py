@@ -25,7 +25,7 @@ from lightning_memmap.schema.fields import Field, Values, join_values, take_rows
 from lightning_memmap.schema.kinds import Image
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.stack import Branch, Samples, as_values, stack
-from lightning_memmap.schema.structure import Node, children_of
+from lightning_memmap.schema.structure import Node, as_container
 from lightning_memmap.store.samples import SampleReader, rows_at_once
 from lightning_memmap.store.sources.column import (
     TableColumn,
@@ -167,7 +167,7 @@ def _source_of(dataset: Any, node: Node, *, any_array: bool = False) -> Source |
             if len(known) == len(parts)
             else None
         )
-    children = children_of(_side_by_side(dataset, node), ())
+    children = as_container(_side_by_side(dataset, node), ())
     if children is None or children[0] != node.kind or set(children[1]) != set(node.keys):
         return None
     columns, found = dict(zip(children[1], children[2], strict=True)), []

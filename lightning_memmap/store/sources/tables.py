@@ -62,7 +62,7 @@ class ArrowRows(Branch):
         return len(self.array)
 
     @override
-    def is_present(self) -> NDArray[np.bool_]:
+    def present_mask(self) -> NDArray[np.bool_]:
         found: NDArray[np.bool_] = self.array.is_valid().to_numpy(zero_copy_only=False)
         return found
 
@@ -212,7 +212,7 @@ def _objects(rows: ArrowRows) -> list[Any]:
         found = list(numbers)
     else:
         return list(array.to_pylist())
-    given = rows.is_present().tolist()
+    given = rows.present_mask().tolist()
     return [value if here else None for value, here in zip(found, given, strict=True)]
 
 

@@ -790,7 +790,7 @@ def test_missing_field_is_told_by_its_keys_with_the_nearest_or_its_children() ->
         ("in:put.a_b", ["'in:put.a_b'", "did you mean 'in:put.a b'"], "leave it out"),
         ("nothing", ["'nothing'", "leave it out"], "did you mean"),
     ]:
-        why = schema.why_no_field(stored_name(name))
+        why = schema.missing_field_message(stored_name(name))
         assert all(each in why for each in expected), why
         assert absent not in why
         assert f"'{name}'" in why
