@@ -27,13 +27,16 @@ NAMES = {
         build_store finish_store open_store pull_store push_store verify_store
     """,
     "lightning_memmap.callbacks": """
-        PredictionTable
+        PredictionTable RowResults
     """,
     "lightning_memmap.compare": """
         compare
     """,
     "lightning_memmap.loading": """
         Packing Padded RowList Scaled
+    """,
+    "lightning_memmap.results": """
+        read_row_results
     """,
     "lightning_memmap.sampling": """
         Bucketed ComputedSampler Curriculum DrawnSampler Fields Holdout KFold Mixture Packed Parts

@@ -1,8 +1,9 @@
 """Callbacks of this pack."""
 
 from lightning_memmap.callbacks.prediction_table import PredictionTable
+from lightning_memmap.callbacks.row_results import RowResults
 
-__all__ = ["PredictionTable"]
+__all__ = ["PredictionTable", "RowResults"]
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,6 @@
 """Stores the predictions of all processes in dataset order."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
+from lightning_memmap.callbacks.ranks import all_or_none, is_first_with_its_rows
 from lightning_memmap.data.splits import check_store_name
 from lightning_memmap.errors import SchemaError, StoreError, with_article
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.nested import children_of
-from lightning_memmap.placement.topology import data_parallel_rank
 from lightning_memmap.ranks import check_ranks_match, gather_from_ranks
 from lightning_memmap.sampling.rows import default_shards
 from lightning_memmap.schema.fields import Values
@@ -211,7 +210,7 @@ class _Table:
 
     def finish(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Complete the table on rank zero. All ranks must call this."""
-        with _all_or_none():
+        with all_or_none():
             if self._writer is not None:
                 self._writer.close()
         num_written = self._writer.num_written if self._writer is not None else 0
@@ -220,7 +219,7 @@ class _Table:
         if getattr(trainer, "fast_dev_run", False):
             rank_zero_info("PredictionTable: fast_dev_run leaves no table")
             return
-        with _all_or_none():
+        with all_or_none():
             if self._build is not None:
                 model = type(pl_module)
                 self._build.finish(total, predictions=f"{model.__module__}.{model.__qualname__}")
@@ -237,24 +236,15 @@ class _Table:
         """Create the files on rank zero and open them on all ranks, or raise on all ranks."""
         fields = ", ".join(f"{field.name} {field}" for field in schema.fields)
         check_ranks_match({"the table": f"{self._num_rows} rows of {fields} at {self._path}"})
-        writes = _is_first_with_its_rows(trainer)
-        with _all_or_none():
+        writes = is_first_with_its_rows(trainer)
+        with all_or_none():
             draft = Manifest.draft(self._num_rows, self._num_shards, schema)
             if trainer.is_global_zero:
                 self._build = TableBuild(self._path, draft, overwrite=self._overwrite)
         token = trainer.strategy.broadcast(self._build.token if self._build is not None else "")
-        with _all_or_none():
+        with all_or_none():
             if writes:
                 self._writer = TableWriter(self._path, draft, token)
-
-
-def _is_first_with_its_rows(trainer: L.Trainer) -> bool:
-    """Check whether no lower rank has the same rows. All ranks must call this."""
-    data_rank, _ = data_parallel_rank(trainer.strategy)
-    tensor = torch.tensor(data_rank, device=trainer.strategy.root_device)
-    # Over all processes: by default a strategy gathers over the data-parallel ones only.
-    data_ranks = trainer.strategy.all_gather(tensor, group=dist.group.WORLD).flatten().tolist()
-    return data_rank not in data_ranks[: trainer.global_rank]
 
 
 def _explain_lists(prediction: Any) -> str:
@@ -316,14 +306,3 @@ def _incomplete(trainer: L.Trainer, what: str) -> ValueError:
         " table has a row for each row of the dataset. Predict all batches, or remove"
         " PredictionTable"
     )
-
-
-@contextmanager
-def _all_or_none() -> Iterator[None]:
-    """Raise on all ranks if one rank fails. All ranks must enter this context."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    check_ranks_match({}, error)

@@ -1,7 +1,7 @@
 """The super-batch loader: one super-batch per step, from the shards of all data devices."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import chain
@@ -326,6 +326,17 @@ class SuperBatchLoader:
         """Return the positions in ``[start, stop)`` that this process serves."""
         size = self._topology.size
         return range(start + (self._topology.rank - start) % size, stop, size)
+
+    @property
+    def start(self) -> LoaderState:
+        """The state in which the current epoch began, or was resumed."""
+        return self._progress.start
+
+    def local_positions(self, steps: Iterable[int]) -> list[range]:
+        """Return the positions that this process serves in steps of the current epoch."""
+        schedule = self._schedule(self.start.position, self.start.epoch)
+        first = self.start.steps
+        return [self.positions(*schedule.bounds(step - first)) for step in steps]
 
     @property
     def _whole_epoch(self) -> BatchSchedule:

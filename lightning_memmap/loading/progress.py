@@ -31,6 +31,11 @@ class LoaderProgress:
         #: A loaded state, until an epoch resumes from it.
         self._loaded: LoaderState | None = None
 
+    @property
+    def start(self) -> LoaderState:
+        """The state in which the epoch began, or was resumed."""
+        return self._start
+
     def enter_epoch(self, start: LoaderState) -> None:
         """Switch to the epoch of a state, unless it is the current epoch or one was loaded."""
         if self._loaded is None and start.epoch != self._start.epoch:

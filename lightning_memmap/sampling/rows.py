@@ -164,6 +164,11 @@ class Rows(ABC):
         ranks[self.numbers_at(index)] = index
         return ranks
 
+    @property
+    def num_dataset_rows(self) -> int:
+        """The number of rows of the whole dataset."""
+        return self.num_rows
+
     def dataset_rows(self, numbers: Integers) -> Integers:
         """Return the rows of the whole dataset."""
         return numbers
@@ -194,6 +199,11 @@ class StoreRows(Rows):
     @override
     def num_rows(self) -> int:
         return self.shards.num_rows if self.chosen is None else len(self.chosen)
+
+    @property
+    @override
+    def num_dataset_rows(self) -> int:
+        return self.shards.num_rows
 
     @property
     @override
@@ -243,6 +253,11 @@ class JoinedRows(Rows):
     @override
     def num_rows(self) -> int:
         return sum(self.member_sizes)
+
+    @property
+    @override
+    def num_dataset_rows(self) -> int:
+        return sum(member.num_dataset_rows for member in self.members)
 
     @cached_property
     def member_sizes(self) -> list[int]:
@@ -352,6 +367,11 @@ class WindowedRows(Rows):
     @override
     def num_rows(self) -> int:
         return int(self.starts[-1] + self.counts[-1])
+
+    @property
+    @override
+    def num_dataset_rows(self) -> int:
+        return (self.all_windows or self).num_rows
 
     @property
     @override

@@ -1,0 +1,406 @@
+"""Stores what each step computes for its rows, by row of the dataset."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_memmap.callbacks.ranks import all_or_none, is_first_with_its_rows
+from lightning_memmap.errors import SchemaError, with_article
+from lightning_memmap.loading.loader import SuperBatchLoader
+from lightning_memmap.placement.topology import data_parallel_rank
+from lightning_memmap.results.folder import ResultFolder, Run, digest_of
+from lightning_memmap.results.parts import PartHeader, PartWriter
+from lightning_memmap.schema.fields import Field, dtype_name, field_name
+
+#: Names that `read_row_results` adds.
+_RESERVED = ("seen", "epoch")
+_STAGES = {"train": "training_step", "val": "validation_step", "test": "test_step"}
+#: Steps whose values are written at once. On a GPU, each write waits for the device.
+_PENDING_STEPS = 64
+_PENDING_BYTES = 16 * 2**20
+
+
+class RowResults(L.Callback):
+    """Stores what each step returns for its rows, such as their losses, by row of the dataset.
+
+    ``training_step`` returns a dict with the mean loss and, under each of ``keys``, a tensor of
+    shape (B, ...), whose first dimension is the rows of the batch. Shape and dtype of a row must
+    not change. Row numbers are known from the order, so the batch need not contain them. Read the
+    results with `lightning_memmap.results.read_row_results`.
+
+    Each process writes its own rows, without communication in a step. At the end of an epoch rank
+    zero merges them into a store with checksums, ``<path>/epoch-000003``, and needs memory for one
+    value per row of the dataset. A run that is killed leaves the epochs before. If it is resumed
+    inside an epoch, the rows before the checkpoint keep their results; resumed from an earlier
+    checkpoint, the run replaces the results of later epochs. Rows without a value are masked. A row
+    that is drawn more than once in an epoch has its last value, by position in the order.
+
+    All ranks must run this callback, and share one file system at ``path``.
+
+    Args:
+        path: Folder of the results of one run. Under ``memmap_independent``, ``{member}`` in the
+            path is replaced by the number of the member.
+        keys: Keys of what the step returns.
+        split: ``"train"``, ``"val"`` or ``"test"``; ``"val/clean"`` or ``"val/1"`` for one of
+            several loaders. Use one callback for each, with its own path. Validation during a fit
+            replaces the results of the same epoch.
+        overwrite: Replace the results of another run, when this one begins.
+
+    Raises:
+        TypeError: ``keys`` is a string.
+        ValueError: A key or the split cannot be used; the rows of the batches are unknown, because
+            the loader is not of a `MemmapDataModule`; ``{member}`` is in the path under another
+            strategy; or what a step returned lacks a key or has another number of rows.
+        SchemaError: Rows have another shape or dtype than those before.
+        StoreError: ``path`` has the results of another run or something else, or processes have
+            results of different fields.
+        RankMismatchError: Another rank failed at the beginning or the end of an epoch.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        keys: Sequence[str],
+        *,
+        split: str = "train",
+        overwrite: bool = False,
+    ) -> None:
+        if isinstance(keys, str):
+            raise TypeError(f"RowResults: keys={keys!r}: pass a list, such as [{keys!r}]")
+        self.path = Path(path)
+        self.keys = tuple(keys)
+        for key in self.keys:
+            if not isinstance(key, str) or field_name((key,)) != key or key in _RESERVED:
+                raise ValueError(
+                    f"RowResults: keys: {key!r} cannot name results. Use letters, digits and _, and"
+                    f" none of {', '.join(_RESERVED)}"
+                )
+        if not self.keys or len(set(self.keys)) < len(self.keys):
+            raise ValueError(f"RowResults: keys={list(keys)}: pass at least one key, each once")
+        self._stage, _, self._loader_name = split.partition("/")
+        if self._stage not in _STAGES or (self._stage == "train" and self._loader_name):
+            raise ValueError(
+                f"RowResults: split={split!r}: choose from {', '.join(_STAGES)}, or one of several"
+                " loaders such as 'val/clean'"
+            )
+        self.split = split
+        self.overwrite = overwrite
+        #: Identifies the run in checkpoints and in the folder; "" before it begins.
+        self._run = ""
+        self._attempt = ""
+        self._folder = ResultFolder(self.path)
+        self._writes = False
+        self._loader: SuperBatchLoader | None = None
+        self._loader_index = 0
+        self._epoch = 0
+        self._fields: tuple[Field, ...] = ()
+        self._part: PartWriter | None = None
+        self._pending: list[tuple[int, list[Tensor]]] = []
+        self._pending_bytes = 0
+
+    @property
+    @override
+    def state_key(self) -> str:
+        """The key in checkpoints, which differs between callbacks of one Trainer."""
+        return f"{type(self).__qualname__}[{self.split}, {self.path}]"
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the run, so that one resumed from the checkpoint continues its results."""
+        return {"run": self._run}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the results of the run that saved a checkpoint."""
+        self._run = str(state_dict["run"])
+
+    @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Fill the member into the path."""
+        path = str(self.path)
+        if "{member}" in path:
+            member = getattr(trainer.strategy, "member", None)
+            if member is None:
+                raise ValueError(
+                    f"RowResults: the path {path!r} has {{member}}, the number of a member, but"
+                    " only strategy='memmap_independent' has members"
+                )
+            path = path.replace("{member}", str(member))
+        self._folder = ResultFolder(Path(path).resolve())
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Find the loader, and claim the folder."""
+        if self._stage == "train":
+            self._begin(trainer, trainer.train_dataloader)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Keep the results of the step, and write those of some steps at once."""
+        if self._stage == "train":
+            self._keep(trainer, outputs, batch_idx)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Bring all results to the disk, because the run may be resumed from here."""
+        if self._stage == "train":
+            self._flush(trainer)
+            if self._part is not None:
+                self._part.sync()
+
+    @override
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Commit the epoch."""
+        if self._stage == "train":
+            self._commit(trainer)
+
+    @override
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Find the loader, and claim the folder."""
+        if self._stage == "val" and not trainer.sanity_checking:
+            self._begin(trainer, trainer.val_dataloaders)
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keep the results of the step, and write those of some steps at once."""
+        is_ours = self._stage == "val" and dataloader_idx == self._loader_index
+        if is_ours and not trainer.sanity_checking:
+            self._keep(trainer, outputs, batch_idx)
+
+    @override
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Commit the results."""
+        if self._stage == "val" and not trainer.sanity_checking:
+            self._commit(trainer)
+
+    @override
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Find the loader, and claim the folder."""
+        if self._stage == "test":
+            self._begin(trainer, trainer.test_dataloaders)
+
+    @override
+    def on_test_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keep the results of the step, and write those of some steps at once."""
+        if self._stage == "test" and dataloader_idx == self._loader_index:
+            self._keep(trainer, outputs, batch_idx)
+
+    @override
+    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Commit the results."""
+        if self._stage == "test":
+            self._commit(trainer)
+
+    @override
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """Close the files, whose values a resumed run may need."""
+        self._close()
+
+    @override
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Close the files."""
+        self._close()
+        self._loader = None
+
+    def _begin(self, trainer: L.Trainer, loaders: Any) -> None:
+        """Claim the folder for the run, or raise on all ranks. All ranks must call this."""
+        self._close()
+        self._fields = ()
+        with all_or_none():
+            self._loader_index, self._loader = self._find_loader(loaders)
+        loader = self._loader
+        assert loader is not None
+        self._writes = is_first_with_its_rows(trainer)
+        names = self._run or secrets.token_hex(8), secrets.token_hex(4)
+        self._run, self._attempt = trainer.strategy.broadcast(names)
+        with all_or_none():
+            if trainer.is_global_zero:
+                run = Run(run=self._run, num_rows=loader.order.pool.rows.num_dataset_rows)
+                self._folder.claim(run, overwrite=self.overwrite)
+
+    def _find_loader(self, loaders: Any) -> tuple[int, SuperBatchLoader]:
+        """Return the loader of the split, and its index."""
+        if isinstance(loaders, (list, tuple)):
+            loaders = dict(enumerate(loaders))
+        if not isinstance(loaders, Mapping):
+            loaders = {"": loaders}
+        names = [str(name) for name in loaders]
+        if self._loader_name not in names:
+            raise ValueError(
+                f"RowResults: split={self.split!r}: the {self._stage} loaders are"
+                f" {', '.join(map(repr, names))}. Choose one, such as"
+                f" split='{self._stage}/{names[0]}'"
+            )
+        index = names.index(self._loader_name)
+        loader = [*loaders.values()][index]
+        sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+        if not isinstance(sampler, SuperBatchLoader):
+            raise ValueError(
+                f"RowResults: the rows in the batches of {with_article(type(loader).__name__)} are"
+                " unknown. Use the loaders of a MemmapDataModule"
+            )
+        return index, sampler
+
+    def _keep(self, trainer: L.Trainer, outputs: Any, step: int) -> None:
+        """Keep the values of a step until some steps are written at once."""
+        if not self._writes or outputs is None:
+            return
+        if not isinstance(outputs, Mapping):
+            raise self._lacking(outputs, self.keys[0], step)
+        values = []
+        for key in self.keys:
+            value = outputs.get(key)
+            if not isinstance(value, Tensor) or not value.ndim:
+                if not outputs:  # training_step returned None.
+                    return
+                raise self._lacking(outputs, key, step)
+            # A copy: the module may reuse the memory, and a view would keep all of it.
+            values.append(value.detach().clone())
+        self._pending.append((step, values))
+        self._pending_bytes += sum(value.nbytes for value in values)
+        is_full = len(self._pending) >= _PENDING_STEPS or self._pending_bytes >= _PENDING_BYTES
+        # The first step shows errors at once.
+        if is_full or self._part is None:
+            self._flush(trainer)
+
+    def _flush(self, trainer: L.Trainer) -> None:
+        """Write the values of pending steps."""
+        if not self._pending:
+            return
+        loader = self._loader
+        assert loader is not None
+        pending = self._pending
+        self._pending = []
+        self._pending_bytes = 0
+        ranges = loader.local_positions([step for step, _ in pending])
+        for (step, values), positions in zip(pending, ranges, strict=True):
+            self._check(step, values, len(positions))
+        if self._part is None:
+            self._part = self._open_part(trainer, loader)
+        part = self._part
+        size = part.header.size
+        first = 0
+        for index, positions in enumerate(ranges):
+            is_last = index + 1 == len(ranges)
+            if not is_last and ranges[index + 1].start == positions[-1] + size:
+                continue
+            run = slice(first, index + 1)
+            num_rows = sum(map(len, ranges[run]))
+            columns = zip(*(values for _, values in pending[run]), strict=True)
+            joined = [torch.cat(tensors).cpu() for tensors in columns]
+            part.write(ranges[first].start, num_rows, joined)
+            first = index + 1
+
+    def _check(self, step: int, values: Sequence[Tensor], num_rows: int) -> None:
+        """Check the rows of a step. The first step defines the fields."""
+        for key, value in zip(self.keys, values, strict=True):
+            if len(value) != num_rows:
+                raise ValueError(
+                    f"{_STAGES[self._stage]}, batch {step}: {key!r} has {len(value)} rows for a"
+                    f" batch of {num_rows}. Return a tensor whose first dimension is the rows of"
+                    " the batch"
+                )
+        fields = self._fields or tuple(
+            Field(key, value.dtype, tuple(value.shape[1:]))
+            for key, value in zip(self.keys, values, strict=True)
+        )
+        for field, value in zip(fields, values, strict=True):
+            if (value.dtype, value.shape[1:]) != (field.dtype, field.shape):
+                raise SchemaError(
+                    f"{_STAGES[self._stage]}, batch {step}: rows of {field.name!r} are"
+                    f" {dtype_name(value.dtype)} of shape {tuple(value.shape[1:])}, and earlier"
+                    f" ones {field}"
+                )
+        self._fields = fields
+
+    def _open_part(self, trainer: L.Trainer, loader: SuperBatchLoader) -> PartWriter:
+        """Create the part of this process for the epoch."""
+        start = loader.start
+        is_training = self._stage == "train"
+        self._epoch = start.epoch if is_training else trainer.current_epoch
+        if trainer.is_global_zero and is_training:
+            self._folder.rewind(self._run, loader.order, start.epoch, start.position, self._attempt)
+        rank, size = data_parallel_rank(trainer.strategy)
+        header = PartHeader(
+            run=self._run,
+            order=digest_of(loader.order),
+            order_epoch=start.epoch,
+            rank=rank,
+            size=size,
+            start=start.position,
+            stop=loader.order.num_positions,
+            fields=self._fields,
+        )
+        name = f"{self._attempt}-{trainer.global_rank}"
+        return self._folder.new_part(self._epoch, name, header)
+
+    def _commit(self, trainer: L.Trainer) -> None:
+        """Commit the epoch, or raise on all ranks. All ranks must call this."""
+        loader = self._loader
+        assert loader is not None
+        with all_or_none():
+            self._flush(trainer)
+            self._close()
+        with all_or_none():
+            if trainer.is_global_zero:
+                is_training = self._stage == "train"
+                epoch = loader.start.epoch if is_training else trainer.current_epoch
+                keep = "" if is_training else self._attempt
+                self._folder.commit(self._run, loader.order, epoch, keep)
+
+    def _close(self) -> None:
+        self._pending = []
+        self._pending_bytes = 0
+        if self._part is not None:
+            self._part.close()
+            self._part = None
+
+    def _lacking(self, outputs: Any, key: str, step: int) -> ValueError:
+        """Return the error for a step that returned no rows under a key."""
+        found = with_article(type(outputs).__name__)
+        if isinstance(outputs, Mapping):
+            shapes = (
+                f"{name!r} of shape {tuple(value.shape)}"
+                if isinstance(value, Tensor)
+                else repr(name)
+                for name, value in outputs.items()
+            )
+            found = ", ".join(shapes)
+        return ValueError(
+            f"RowResults: {_STAGES[self._stage]}, batch {step}: {key!r} must be a tensor of shape"
+            f" (B, ...) with a value for each row of the batch, and it returned {found}. Return a"
+            f" dict, such as {{'loss': losses.mean(), 'row_loss': losses}} for keys=['row_loss']"
+        )
