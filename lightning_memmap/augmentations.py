@@ -15,10 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.row_random import RowRandom
-from lightning_memmap.loading.transform import check_callable, has_parameter
+from lightning_memmap.loading.transform import OnSuperBatch, check_callable, has_parameter
 
 __all__ = ["ColorJitter", "Compose", "CutMix", "Cutout", "MixUp", "RandomCrop", "RandomFlip"]
 
@@ -35,12 +36,17 @@ class Compose:
 
     Raises:
         TypeError: A transform can't be called.
-        ValueError: A transform has a parameter ``generator``.
+        ValueError: A transform has a parameter ``generator``, or is an `OnSuperBatch`.
     """
 
     def __init__(self, transforms: Sequence[Callable[..., Any]]) -> None:
         for transform in transforms:
             check_callable("transforms", transform)
+            if isinstance(transform, OnSuperBatch):
+                raise ValueError(
+                    "transforms: OnSuperBatch has no effect inside of Compose: wrap the whole,"
+                    " OnSuperBatch(Compose([...]))"
+                )
             if has_parameter(transform, "generator"):
                 raise ValueError(
                     f"transforms: {transform!r} has a parameter generator, which Compose doesn't"
@@ -63,29 +69,29 @@ class RandomCrop:
     All ``fields`` of a row, such as an image and its mask, are cropped at the same place.
 
     Args:
-        size: Height and width of the crops; by default the size of the images.
+        size: Height and width of the crops, or one number for both; by default the size of the
+            images.
         padding: Pixels added on all four sides.
         fields: Keys of the images in a batch: tensors of shape (B, C, H, W).
 
     Raises:
-        ValueError: A size or the padding is out of range.
+        ValueError: A size or the padding is out of range, or a field isn't (B, C, H, W).
     """
 
     def __init__(
         self,
-        size: tuple[int, int] | None = None,
+        size: int | tuple[int, int] | None = None,
         padding: int = 0,
-        fields: Sequence[str] = ("image",),
+        fields: str | Sequence[str] = ("image",),
     ) -> None:
-        for side in size or ():
-            check_integer("size", side, 1, "at least 1 pixel")
-        self.size = size
+        self.size = None if size is None else _parse_size(size)
         self.padding = check_integer("padding", padding, 0, "0 pixels or more")
-        self.fields = tuple(fields)
+        self.fields = _parse_fields(fields)
 
     def __call__(self, batch: Mapping[str, Any], random: RowRandom) -> dict[str, Any]:
         """Crop the images of a batch of B rows."""
-        height, width = batch[self.fields[0]].shape[-2:]
+        images = {name: _image(self, batch, name) for name in self.fields}
+        height, width = images[self.fields[0]].shape[-2:]
         rows, columns = self.size or (height, width)
         spare = height + 2 * self.padding - rows, width + 2 * self.padding - columns
         if min(spare) < 0:
@@ -96,8 +102,8 @@ class RandomCrop:
         top, left = (random.randint(high=side + 1) for side in spare)
         every = torch.arange(len(top), device=top.device)
         cropped = {}
-        for name in self.fields:
-            padded = F.pad(batch[name], (self.padding,) * 4)
+        for name, image in images.items():
+            padded = F.pad(image, (self.padding,) * 4)
             # A view of all crops, of shape (B, C, spare rows + 1, spare columns + 1, *size).
             crops = padded.unfold(2, rows, 1).unfold(3, columns, 1)
             cropped[name] = crops[every, :, top, left]
@@ -109,18 +115,21 @@ class RandomFlip:
 
     Args:
         p: The probability.
-        fields: Keys of the images in a batch: tensors of shape (B, ..., H, W).
+        fields: Keys of the images in a batch: tensors of shape (B, ..., H, W), or (B, ..., W) for
+            ``dim=-1``.
         dim: The dimension to mirror along: -1 mirrors left and right, -2 top and bottom.
 
     Raises:
         ValueError: ``p`` isn't in [0, 1], or ``dim`` is neither -1 nor -2.
     """
 
-    def __init__(self, p: float = 0.5, fields: Sequence[str] = ("image",), dim: int = -1) -> None:
+    def __init__(
+        self, p: float = 0.5, fields: str | Sequence[str] = ("image",), dim: int = -1
+    ) -> None:
         if dim not in (-1, -2):
             raise ValueError(f"dim={dim}: choose -1 (left and right) or -2 (top and bottom)")
         self.p = _check_probability(p)
-        self.fields = tuple(fields)
+        self.fields = _parse_fields(fields)
         self.dim = dim
 
     def __call__(self, batch: Mapping[str, Any], random: RowRandom) -> dict[str, Any]:
@@ -128,7 +137,12 @@ class RandomFlip:
         chosen = random.bernoulli(p=self.p)
         flipped = {}
         for name in self.fields:
-            image = batch[name]
+            image = _tensor(self, batch, name)
+            if image.ndim <= -self.dim:
+                raise ValueError(
+                    f"RandomFlip: the field {name!r} has the shape {tuple(image.shape)}, and"
+                    f" dim={self.dim} is its rows: choose another field or dim"
+                )
             flipped[name] = torch.where(_beside(chosen, image), image.flip(self.dim), image)
         return {**batch, **flipped}
 
@@ -156,7 +170,7 @@ class Cutout:
 
     def __call__(self, batch: Mapping[str, Any], random: RowRandom) -> dict[str, Any]:
         """Fill a square in the images of a batch of B rows."""
-        image = batch[self.field]
+        image = _image(self, batch, self.field)
         height, width = image.shape[-2:]
         top = random.randint(high=height) - self.size // 2
         left = random.randint(high=width) - self.size // 2
@@ -198,9 +212,19 @@ class ColorJitter:
 
     def __call__(self, batch: Mapping[str, Any], random: RowRandom) -> dict[str, Any]:
         """Change the colours of the images of a batch of B rows."""
-        image = batch[self.field]
+        image = _image(self, batch, self.field)
+        if image.dtype != torch.uint8 and not image.is_floating_point():
+            raise ValueError(
+                f"ColorJitter: the field {self.field!r} is {image.dtype}: pass uint8 images from 0"
+                " to 255, or floating ones from 0 to 1"
+            )
+        if self.amounts[2] and image.shape[1] != len(_GREY):
+            raise ValueError(
+                f"ColorJitter: saturation needs 3 channels, and the field {self.field!r} has"
+                f" {image.shape[1]}: pass saturation=0"
+            )
         largest = 1.0 if image.is_floating_point() else 255.0
-        changed = image if image.is_floating_point() else image.float()
+        changed = image.float()
         brightness, contrast, saturation = (
             random.uniform(low=max(0.0, 1 - amount), high=1 + amount)[:, None, None, None]
             for amount in self.amounts
@@ -213,8 +237,8 @@ class ColorJitter:
         if self.amounts[2]:
             changed = torch.lerp(_grey(changed), changed, saturation).clamp_(0, largest)
         if not image.is_floating_point():
-            changed = changed.round_().to(image.dtype)
-        return {**batch, self.field: changed}
+            changed = changed.round_()
+        return {**batch, self.field: changed.to(image.dtype)}
 
 
 class _Mix:
@@ -240,20 +264,25 @@ class _Mix:
         """Mix the rows of a batch.
 
         Args:
-            batch: ``field`` is floating of shape (B, ...), and ``target`` holds classes, int64 of
-                shape (B,), or floating targets of shape (B, ...).
+            batch: ``field`` holds images, and ``target`` classes, integers of shape (B,), or
+                floating targets of shape (B, ...).
             random: Random numbers of the rows.
 
         Returns:
             The batch with mixed rows and targets: with ``num_classes``, targets are probabilities,
             float32 of shape (B, num_classes).
         """
-        image = batch[self.field]
+        image = self._checked_image(batch)
         partner = _partners(random)
         mixed, weight = self._mixed(image, image[partner], random)
-        target = batch[self.target]
+        target = _tensor(self, batch, self.target)
         if self.num_classes is not None:
-            target = F.one_hot(target, self.num_classes).float()
+            if target.is_floating_point():
+                raise ValueError(
+                    f"{type(self).__name__}: targets {self.target!r} are {target.dtype}, not"
+                    " classes: leave out num_classes"
+                )
+            target = F.one_hot(target.long(), self.num_classes).float()
         if not target.is_floating_point():
             raise ValueError(
                 f"{type(self).__name__}: targets {self.target!r} are {target.dtype}, which can't be"
@@ -262,6 +291,10 @@ class _Mix:
         share = _beside(weight, target)
         target = torch.lerp(target[partner], target, share.to(target.dtype))
         return {**batch, self.field: mixed, self.target: target}
+
+    def _checked_image(self, batch: Mapping[str, Any]) -> Tensor:
+        """Return the images of a batch, if they can be mixed."""
+        return _image(self, batch, self.field)
 
     def _mixed(self, image: Tensor, other: Tensor, random: RowRandom) -> tuple[Tensor, Tensor]:
         """Mix images, and return the weight of the first ones, float32 of shape (B,)."""
@@ -285,6 +318,17 @@ class MixUp(_Mix):
         ValueError: ``alpha`` or ``num_classes`` is out of range.
     """
 
+    @override
+    def _checked_image(self, batch: Mapping[str, Any]) -> Tensor:
+        image = _tensor(self, batch, self.field)
+        if not image.is_floating_point():
+            raise ValueError(
+                f"MixUp: the field {self.field!r} is {image.dtype}, which can't be blended: convert"
+                " it to a floating dtype first"
+            )
+        return image
+
+    @override
     def _mixed(self, image: Tensor, other: Tensor, random: RowRandom) -> tuple[Tensor, Tensor]:
         weight = _symmetric_beta(random, self.alpha)
         return torch.lerp(other, image, _beside(weight, image).to(image.dtype)), weight
@@ -307,6 +351,7 @@ class CutMix(_Mix):
         ValueError: ``alpha`` or ``num_classes`` is out of range.
     """
 
+    @override
     def _mixed(self, image: Tensor, other: Tensor, random: RowRandom) -> tuple[Tensor, Tensor]:
         height, width = image.shape[-2:]
         side = (1 - _symmetric_beta(random, self.alpha)).sqrt()
@@ -319,6 +364,45 @@ class CutMix(_Mix):
         inside = _box(top, left, bottom, right, height, width)
         weight = 1 - (bottom - top) * (right - left) / (height * width)
         return torch.where(inside[:, None], other, image), weight
+
+
+def _parse_size(size: int | Sequence[int]) -> tuple[int, int]:
+    sides = (size, size) if isinstance(size, int) else tuple(size)
+    if len(sides) != 2:
+        raise ValueError(f"size={size!r}: pass the height and the width, or one number for both")
+    height, width = (check_integer("size", side, 1, "at least 1 pixel") for side in sides)
+    return height, width
+
+
+def _parse_fields(fields: str | Sequence[str]) -> tuple[str, ...]:
+    return (fields,) if isinstance(fields, str) else tuple(fields)
+
+
+def _tensor(transform: object, batch: Any, name: str) -> Tensor:
+    """Return a field of a batch that is a dict of tensors."""
+    kind = type(transform).__name__
+    if not isinstance(batch, Mapping) and not hasattr(batch, "keys"):
+        raise TypeError(
+            f"{kind}: the batch is a {type(batch).__name__}: return dicts from the dataset, such as"
+            f" {{{name!r}: ...}}"
+        )
+    if name not in batch.keys():  # noqa: SIM118  # of a TensorDict
+        raise ValueError(f"{kind}: the batch has no field {name!r}: choose of {[*batch.keys()]}")
+    value = batch[name]
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{kind}: the field {name!r} is a {type(value).__name__}: pass a tensor")
+    return value
+
+
+def _image(transform: object, batch: Any, name: str) -> Tensor:
+    """Return a field of a batch that is of shape (B, C, H, W)."""
+    image = _tensor(transform, batch, name)
+    if image.ndim != 4:
+        raise ValueError(
+            f"{type(transform).__name__}: the field {name!r} has the shape {tuple(image.shape)}:"
+            " it must be (B, C, H, W); use unsqueeze(1) for images without a channel dimension"
+        )
+    return image
 
 
 def _check_probability(p: float) -> float:

@@ -132,6 +132,7 @@ class RowRandom:
             ValueError: ``low`` is above ``high``, or the shape is negative.
         """
         _check_bounds("uniform", low, high)
+        self._check_broadcast(shape, low=low, high=high)
         numbers = (self._words(shape) >> 8).float().mul_(2.0**-24)
         if isinstance(low, Tensor) or isinstance(high, Tensor):
             bottom, top = (
@@ -161,6 +162,7 @@ class RowRandom:
             ValueError: The shape is negative.
         """
         _check_shape(shape)
+        self._check_broadcast(shape, mean=mean, std=std)
         count = math.prod(shape)
         # Two words make two numbers.
         first, second = self._words((-(-count // 2), 2)).unbind(-1)
@@ -185,6 +187,7 @@ class RowRandom:
         Raises:
             ValueError: ``high`` isn't above ``low``, by at most 2**31, or the shape is negative.
         """
+        self._check_broadcast(shape, low=low, high=high)
         span = high - low
         if not isinstance(span, Tensor) and not 1 <= operator.index(span) <= _MAX_SPAN:
             raise ValueError(
@@ -198,7 +201,8 @@ class RowRandom:
 
         Args:
             *shape: Shape of the bools of a row; one by default.
-            p: The probability: a number, or a tensor that broadcasts to (B, \\*shape).
+            p: The probability: a number, or a tensor that broadcasts to (B, \\*shape); for one
+                value per row, of shape (B, 1, ...).
 
         Returns:
             bool of shape (B, \\*shape).
@@ -206,6 +210,7 @@ class RowRandom:
         Raises:
             ValueError: ``p`` isn't in [0, 1], or the shape is negative.
         """
+        self._check_broadcast(shape, p=p)
         if isinstance(p, Tensor):
             return self._words(shape) < (p.float() * _RANGE).long()
         if not 0 <= p <= 1:
@@ -232,6 +237,22 @@ class RowRandom:
         key = self._key(2 * self._next_call())
         for row, position in zip(self._rows.tolist(), self._positions.tolist(), strict=True):
             yield np.random.Generator(np.random.Philox(key=[key, row], counter=[0, 0, 0, position]))
+
+    def _check_broadcast(self, shape: tuple[int, ...], **parameters: Any) -> None:
+        """Check that parameters don't change the shape of the numbers by broadcasting."""
+        expected = len(self), *shape
+        for name, value in parameters.items():
+            if not isinstance(value, Tensor):
+                continue
+            sizes = tuple(value.shape)
+            fitting = expected[len(expected) - len(sizes) :]
+            if len(sizes) > len(expected) or any(
+                size not in (1, other) for size, other in zip(sizes, fitting, strict=True)
+            ):
+                raise ValueError(
+                    f"{name}: its shape {sizes} doesn't broadcast to {expected}: for one value per"
+                    f" row, pass the shape {(len(self), *[1] * len(shape))}"
+                )
 
     def _words(self, shape: tuple[int, ...]) -> Tensor:
         """Return the next random words, int64 of shape (B, *shape) with values below 2**32."""

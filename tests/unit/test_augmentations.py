@@ -260,3 +260,83 @@ def test_invalid_argument_raises(make: Any, words: str) -> None:
 def test_compose_rejects_what_cannot_be_called() -> None:
     with pytest.raises(TypeError, match="transforms=3"):
         Compose([3])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("transform", [RandomCrop(2), Cutout(3), ColorJitter(0.4), CutMix(8)])
+@pytest.mark.parametrize("shape", [(8, 8, 8), (8, 7), (8, 3, 2, 8, 8)])
+def test_images_of_another_shape_are_named(transform: Any, shape: tuple[int, ...]) -> None:
+    batch = {"image": torch.rand(shape), "label": torch.arange(8)}
+    with pytest.raises(ValueError, match=r"'image'.*B, C, H, W"):
+        transform(batch, RowRandom(range(8)))
+
+
+@pytest.mark.parametrize(("dim", "shape"), [(-2, (4, 2)), (-1, (4,))])
+def test_rows_are_not_flipped(dim: int, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=f"'image'.*dim={dim}"):
+        RandomFlip(1.0, dim=dim)({"image": torch.rand(shape)}, RowRandom(range(4)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.uint8])
+def test_color_jitter_keeps_the_dtype(dtype: torch.dtype) -> None:
+    image = (torch.rand(4, 3, 8, 8) * (255 if dtype == torch.uint8 else 1)).to(dtype)
+    out = ColorJitter(0.4, 0.4, 0.4)({"image": image}, RowRandom(range(4)))["image"]
+    assert out.dtype == dtype
+    reference = ColorJitter(0.4, 0.4, 0.4)({"image": image.float() / 255}, RowRandom(range(4)))
+    if dtype == torch.uint8:
+        assert (out.float() / 255 - reference["image"]).abs().max() <= 0.5 / 255 + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int64, torch.bool])
+def test_color_jitter_rejects_other_dtypes(dtype: torch.dtype) -> None:
+    batch = {"image": torch.ones(4, 3, 8, 8).to(dtype)}
+    with pytest.raises(ValueError, match="'image'"):
+        ColorJitter(0.4)(batch, RowRandom(range(4)))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.bool])
+def test_classes_of_any_integer_dtype_are_mixed(dtype: torch.dtype) -> None:
+    labels = torch.arange(4) % 2
+    batch = {"image": torch.rand(4, 3, 8, 8), "label": labels.to(dtype)}
+    mixed = MixUp(2)(batch, RowRandom(range(4)))
+    expected = MixUp(2)({**batch, "label": labels}, RowRandom(range(4)))
+    assert torch.equal(mixed["label"], expected["label"])
+
+
+def test_mixed_fields_that_cannot_be_mixed_are_named() -> None:
+    image = torch.rand(4, 3, 8, 8)
+    with pytest.raises(ValueError, match=r"'label'.*num_classes"):
+        MixUp(2)({"image": image, "label": torch.rand(4, 2)}, RowRandom(range(4)))
+    with pytest.raises(ValueError, match=r"'image'.*uint8"):
+        MixUp(2)({"image": image.to(torch.uint8), "label": torch.arange(4)}, RowRandom(range(4)))
+
+
+def test_batches_and_fields_that_are_missing_are_named() -> None:
+    with pytest.raises(ValueError, match=r"'picture'.*'image'"):
+        RandomFlip(fields="picture")({"image": torch.rand(4, 3, 8, 8)}, RowRandom(range(4)))
+    with pytest.raises(TypeError, match="tuple"):
+        RandomFlip()((torch.rand(4, 3, 8, 8),), RowRandom(range(4)))  # type: ignore[arg-type]
+
+
+def test_super_batch_inside_of_compose_raises() -> None:
+    with pytest.raises(ValueError, match=r"OnSuperBatch\(Compose"):
+        Compose([RandomFlip(), OnSuperBatch(MixUp(5))])
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("uniform", {"low": torch.arange(4.0), "high": 9.0}),
+        ("normal", {"std": torch.ones(4)}),
+        ("randint", {"high": torch.arange(1, 5)}),
+        ("bernoulli", {"p": torch.rand(4)}),
+    ],
+)
+def test_parameters_per_row_do_not_change_the_shape(method: str, options: Any) -> None:
+    (name,) = (name for name, value in options.items() if isinstance(value, Tensor))
+    random = RowRandom(range(4))
+    for shape in ((1,), (2,)):
+        with pytest.raises(ValueError, match=rf"{name}.*\(4, 1\)"):
+            getattr(random, method)(*shape, **options)
+    assert getattr(random, method)(**options).shape == (4,)
+    options[name] = options[name][:, None]
+    assert getattr(random, method)(2, **options).shape == (4, 2)
