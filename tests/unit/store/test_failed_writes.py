@@ -97,6 +97,6 @@ def test_overwrite_that_fails_takes_no_more_disk(
     before = {each for each in path.rglob("*") if each.stat().st_size}
     with monkeypatch.context() as patch:
         fail_at(patch, 1, 10**6)
-        with pytest.raises(OSError, match="Make room"):
+        with pytest.raises(OSError, match="Free disk space"):
             WAYS["overwrite"](path)
     assert {each for each in path.rglob("*") if each.stat().st_size} == before
