@@ -2,10 +2,13 @@
 
     pip install transformers
     python examples/packed.py --devices 8
+    python examples/packed.py --devices 8 --lora_rank 16 --precision bf16-mixed    # needs peft
 
 Prompts are masked, documents attend to themselves only, and the loss is the mean over all answers
-of an optimizer step, whatever the number of processes. The model is small and begins from a config:
-nothing is downloaded. The texts, 750 KB about Python, come with Python itself (PSF licence).
+of an optimizer step, whatever the number of processes. Without ``--pretrained NAME`` the model is
+small and begins from a config: nothing is downloaded. A run that was interrupted continues inside
+its epoch with ``--ckpt_path checkpoints/packed/last.ckpt``. The texts, 750 KB about Python, come
+with Python itself (PSF licence).
 """
 
 from typing import Any
@@ -14,6 +17,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from jsonargparse import auto_cli
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -31,9 +35,19 @@ class FineTuning(L.LightningModule):
         lr: Learning rate of AdamW.
         hidden: Width of the model.
         layers: Number of layers.
+        pretrained: Name or folder of a pretrained model, instead of a small one. Its tokens must be
+            those of the dataset.
+        lora_rank: Rank of the LoRA adapters, which alone are trained; 0 trains all weights.
     """
 
-    def __init__(self, lr: float = 2e-3, hidden: int = 64, layers: int = 2) -> None:
+    def __init__(
+        self,
+        lr: float = 2e-3,
+        hidden: int = 64,
+        layers: int = 2,
+        pretrained: str | None = None,
+        lora_rank: int = 0,
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.lr = lr
@@ -51,7 +65,17 @@ class FineTuning(L.LightningModule):
         # FlexAttention omits pairs of different documents. On a CPU it can't be trained.
         self.attention = "flex_attention" if torch.cuda.is_available() else "sdpa"
         models: Any = AutoModelForCausalLM
-        self.model = models.from_config(config, attn_implementation=self.attention)
+        options = {"attn_implementation": self.attention}
+        if pretrained is None:
+            self.model = models.from_config(config, **options)
+        else:
+            self.model = models.from_pretrained(pretrained, **options)
+        if lora_rank:
+            from peft import LoraConfig, get_peft_model
+
+            layers_to_adapt = ["q_proj", "k_proj", "v_proj", "o_proj"]
+            lora = LoraConfig(r=lora_rank, target_modules=layers_to_adapt, task_type="CAUSAL_LM")
+            self.model = get_peft_model(self.model, lora)
 
     def losses(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Return the loss of each token and its target, of shape (B, L) each."""
@@ -86,8 +110,9 @@ class FineTuning(L.LightningModule):
         self.log("val_document_loss", mean, batch_size=len(by_document), **how)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW."""
-        return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.01)
+        """AdamW of the parameters that are trained."""
+        trained = [param for param in self.parameters() if param.requires_grad]
+        return torch.optim.AdamW(trained, lr=self.lr, weight_decay=0.01)
 
 
 def main(
@@ -97,6 +122,11 @@ def main(
     packs: int = 8,
     accumulate: int = 2,
     max_steps: int = 60,
+    pretrained: str | None = None,
+    lora_rank: int = 0,
+    precision: Any = "32-true",
+    save_every: int = 20,
+    ckpt_path: str | None = None,
 ) -> None:
     """Fine-tune, validate, and print the losses and what packing leaves unused.
 
@@ -107,6 +137,11 @@ def main(
         packs: Packs of a micro-batch over all processes.
         accumulate: Micro-batches of an optimizer step.
         max_steps: The most optimizer steps.
+        pretrained: Name or folder of a pretrained model.
+        lora_rank: Rank of the LoRA adapters; 0 trains all weights.
+        precision: ``bf16-mixed`` on GPUs.
+        save_every: Optimizer steps from one checkpoint to the next.
+        ckpt_path: A checkpoint of an interrupted run.
     """
     L.seed_everything(0)
     data = MemmapDataModule(
@@ -124,11 +159,14 @@ def main(
         max_steps=max_steps,
         num_sanity_val_steps=0,
         logger=False,
-        enable_checkpointing=False,
+        precision=precision,
+        callbacks=[
+            ModelCheckpoint("checkpoints/packed", every_n_train_steps=save_every, save_last=True)
+        ],
         enable_model_summary=False,
     )
-    model = FineTuning()
-    trainer.fit(model, datamodule=data)
+    model = FineTuning(pretrained=pretrained, lora_rank=lora_rank)
+    trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
     order: Any = data.order
     losses = trainer.validate(model, datamodule=data, verbose=False)[0]
     if trainer.is_global_zero:

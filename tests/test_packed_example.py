@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from examples.data.paragraphs import IGNORED, Paragraphs
 from tests.test_examples import ROOT, run
@@ -47,3 +48,24 @@ def test_two_processes_fine_tune_like_one(tmp_path: Path) -> None:
     for name in ("val_loss", "val_document_loss"):
         assert loss(divided, name) == pytest.approx(loss(alone, name), abs=2e-4)
     assert re.search(r"^[0-9]+ packs, [0-6]\.[0-9]% of them padding$", alone, re.MULTILINE)
+
+
+@needs_transformers
+@pytest.mark.skipif(find_spec("peft") is None, reason="no peft: pip install peft")
+@pytest.mark.slow
+def test_adapters_resume_inside_an_epoch(tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "packed.py")
+    limits = ("--devices", "2", "--length", "768", "--packs", "4", "--save_every", "4")
+    options = (*limits, "--lora_rank", "4", "--precision", "bf16-mixed")
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "resumed").mkdir()
+    whole = run(tmp_path / "whole", script, *options, "--max_steps", "8")
+    run(tmp_path / "resumed", script, *options, "--max_steps", "4")
+    last = "checkpoints/packed/last.ckpt"
+    state = torch.load(tmp_path / "resumed" / last, weights_only=True)["state_dict"]
+    resumed = run(tmp_path / "resumed", script, *options, "--max_steps", "8", "--ckpt_path", last)
+    assert loss(resumed, "val_loss") == pytest.approx(loss(whole, "val_loss"), abs=1e-5)
+    # Adapters are trained, and nothing else.
+    trained = torch.load(tmp_path / "resumed" / last, weights_only=True)["state_dict"]
+    changed = {name for name in state if not torch.equal(state[name], trained[name])}
+    assert changed == {name for name in state if "lora_" in name}
