@@ -19,7 +19,7 @@ from lightning_memmap.loading.variable_batch import LayoutCollate
 from lightning_memmap.sampling.packed import PackedSampler
 from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
 from lightning_memmap.schema.forms import read_declared
-from lightning_memmap.store.samples import first_sample
+from lightning_memmap.store.samples import read_first_sample
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
 
 
@@ -98,7 +98,7 @@ def _collate(split: str, set_up: SetUp, stores: SplitStores) -> Collate:
         if is_stream(dataset):
             sample = next(samples_of(dataset))
         else:
-            sample = first_sample(dataset, stores.options.num_workers)
+            sample = read_first_sample(dataset, stores.options.num_workers)
     order = set_up.placement.splits[split].order
     if isinstance(order, PackedSampler):
         lengths = set_up.stores[split].lengths

@@ -17,7 +17,7 @@ from lightning_memmap.store.identity import Fingerprint, check_fingerprint
 from lightning_memmap.store.manifest import Manifest, are_class_names, check_num_shards
 from lightning_memmap.store.paths import store_directory
 from lightning_memmap.store.progress import ShowProgress, show_progress
-from lightning_memmap.store.samples import Probes, take_probes
+from lightning_memmap.store.samples import Probes, read_probes_in_worker
 from lightning_memmap.store.sources.column_dataset import explain_non_dataset
 from lightning_memmap.store.sources.source import representative_samples
 from lightning_memmap.store.sources.stream import is_stream
@@ -74,7 +74,9 @@ class BuildRequest:
 
     def probes(self, workers: Workers) -> Probes:
         """Read the probe rows."""
-        return take_probes(workers, len(self.dataset), self.declared, representative_samples)
+        return read_probes_in_worker(
+            workers, len(self.dataset), self.declared, representative_samples
+        )
 
     def draft(self, rows: Any, probes: Probes, identity: Fingerprint, **more: str) -> Manifest:
         """Make the manifest of the store before a row is written."""

@@ -1,6 +1,6 @@
 """Samples of a dataset: read by row, and checked against the schema of a store.
 
-Probe rows are a few of them, which identify a dataset, and show whether it is random.
+Probe rows are a few rows that identify a dataset, and show whether it is random.
 """
 
 import pickle
@@ -28,12 +28,14 @@ from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.workers import RowNumbers, Workers, calling
 
 NUM_PROBES = 8
-#: Samples that are held as Python objects, before they are copied.
-_HELD_BYTES, _MAX_HELD_ROWS = 2**20, 1024
-#: The most rows that are read to find out what a list consists of that is empty in the first ones.
+#: Limits of the samples that are held as Python objects before they are stacked.
+_HELD_BYTES = 2**20
+_MAX_HELD_ROWS = 1024
+#: The most rows that are read to find the dtype of a list that is empty in the first rows.
 MAX_PROBES = 1024
-#: What makes samples of a table that tell more than its rows.
-Tell = Callable[[Any], Sequence[Any]]
+#: Returns samples that show which values of a table may be None or differ in length; empty for
+#: other datasets.
+RepresentativeSamples = Callable[[Any], Sequence[Any]]
 _ONE_STRUCTURE = (
     "All rows of a store share one structure, and each field one dtype and number of dimensions:"
     " convert it in the dataset"
@@ -44,17 +46,18 @@ def read_sample(dataset: Any, row: int) -> Any:
     """Read one sample of a dataset."""
     try:
         return dataset[row]
-    except SchemaError as error:  # Of a table.
+    except SchemaError as error:  # Raised by a column of a table.
         raise SchemaError(f"row {row}, {error}") from error
     except Exception as error:
         raise DatasetError(f"the dataset raised at row {row}: {describe_error(error)}") from error
 
 
 class ReadAhead:
-    """A dataset that keeps samples which were read before it was known how they are stored."""
+    """A dataset with samples that were read before their schema was known."""
 
     def __init__(self, dataset: Any) -> None:
-        self.dataset, self.kept = dataset, dict[int, Any]()
+        self.dataset = dataset
+        self.kept = dict[int, Any]()
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -63,7 +66,7 @@ class ReadAhead:
         return self.dataset[row]
 
     def keep(self, rows: Integers) -> None:
-        """Read samples, and keep each until it is read again."""
+        """Read samples, and keep each until a `SampleReader` takes it."""
         self.kept.update(
             (row, copy_sample(read_sample(self.dataset, row))) for row in rows.tolist()
         )
@@ -72,8 +75,8 @@ class ReadAhead:
 class SampleReader:
     """Reads samples of a dataset, and stacks their leaves.
 
-    They are held until they are stacked. Once some of them have memory in common, which the dataset
-    may have overwritten, they are read again, and from then on copied one by one.
+    Samples are held until they are stacked. If some share memory, the dataset may have overwritten
+    it, so they are read again, and copied one by one from then on.
     """
 
     def __init__(self, dataset: Any, schema: Schema) -> None:
@@ -81,95 +84,100 @@ class SampleReader:
         self._dataset = dataset.dataset if is_ahead else dataset
         self._kept: dict[int, Any] = dataset.kept if is_ahead else {}
         self._schema = schema
-        self._gives_many = _gives_many(self._dataset)
+        self._use_getitems = _has_matching_getitems(self._dataset)
         self._is_copying = False
 
     def read(self, rows: RowNumbers) -> list[Values]:
-        """Read rows; see `stack_rows`."""
-        numbers = list(rows) if isinstance(rows, range) else rows.tolist()
-        kept = {row: self._kept.pop(row) for row in numbers if row in self._kept}
-        others = [row for row in numbers if row not in kept] if kept else numbers
-        if self._gives_many and (many := self._many(others)) is not None:
-            samples = _merged(numbers, kept, many)
-            if (stacked := self._stacked(samples, rows, is_exact=True)) is not None:
+        """Read rows, as one value per field."""
+        indices = list(rows) if isinstance(rows, range) else rows.tolist()
+        kept = {row: self._kept.pop(row) for row in indices if row in self._kept}
+        unread = [row for row in indices if row not in kept] if kept else indices
+        if self._use_getitems and (many := self._read_many(unread)) is not None:
+            samples = _merge_kept(indices, kept, many)
+            if (stacked := self._try_stacking(samples, rows, is_exact=True)) is not None:
                 return stacked
-            self._gives_many = False
+            self._use_getitems = False
         if not self._is_copying:
-            found = [read_sample(self._dataset, row) for row in others]
-            samples = _merged(numbers, kept, found)
-            if (stacked := self._stacked(samples, rows, is_exact=False)) is not None:
+            read = [read_sample(self._dataset, row) for row in unread]
+            samples = _merge_kept(indices, kept, read)
+            if (stacked := self._try_stacking(samples, rows, is_exact=False)) is not None:
                 return stacked
             self._is_copying = True
-        found = [copy_sample(read_sample(self._dataset, row)) for row in others]
-        return stack_rows(_merged(numbers, kept, found), rows, self._schema, self._first)
+        read = [copy_sample(read_sample(self._dataset, row)) for row in unread]
+        samples = _merge_kept(indices, kept, read)
+        return stack_rows(samples, rows, self._schema, self._read_first)
 
-    def _stacked(
+    def _try_stacking(
         self, samples: Sequence[Any], rows: RowNumbers, *, is_exact: bool
     ) -> list[Values] | None:
-        """Stack samples; None where some have memory in common."""
+        """Stack samples; None if some share memory."""
         if len(samples) == 1:
-            return stack_rows(samples, rows, self._schema, self._first)
+            return stack_rows(samples, rows, self._schema, self._read_first)
         sharing = SharedMemoryCheck(is_exact=is_exact)
         try:
             stacked = self._schema.stack(samples, sharing)
         except SchemaError:
             if not sharing.is_shared:
-                stack_rows(samples, rows, self._schema, self._first)  # It names the row.
+                stack_rows(samples, rows, self._schema, self._read_first)  # Raises, with the row.
             return None
         return None if sharing.is_shared else stacked
 
-    def _first(self) -> Any:
+    def _read_first(self) -> Any:
         return read_sample(self._dataset, 0)
 
-    def _many(self, rows: list[int]) -> Sequence[Any] | None:
-        with suppress(Exception):  # Row by row, the error has its row.
+    def _read_many(self, rows: list[int]) -> Sequence[Any] | None:
+        with suppress(Exception):  # Reading row by row raises it too, with the row.
             many = self._dataset.__getitems__(rows)
             if isinstance(many, (list, tuple)) and len(many) == len(rows):
                 return many
         return None
 
 
-def _merged(rows: list[int], kept: dict[int, Any], others: Sequence[Any]) -> Sequence[Any]:
-    """Samples in the order of their rows: those that were kept, and the others in their order."""
+def _merge_kept(rows: list[int], kept: dict[int, Any], read: Sequence[Any]) -> Sequence[Any]:
+    """Merge kept samples and samples that were just read, in the order of their rows."""
     if not kept:
-        return others
-    found = iter(others)
-    return [kept[row] if row in kept else next(found) for row in rows]
+        return read
+    read_samples = iter(read)
+    return [kept[row] if row in kept else next(read_samples) for row in rows]
 
 
 def rows_at_once(row_bytes: int) -> int:
-    """How many samples are read, before they are copied."""
+    """Return the number of samples to hold before they are stacked."""
     return max(1, min(_MAX_HELD_ROWS, _HELD_BYTES // max(1, row_bytes)))
 
 
-def first_sample(dataset: Any, num_workers: int) -> Any:
-    """Read the first sample of a dataset: where worker processes read it, in one of them."""
+def read_first_sample(dataset: Any, num_workers: int) -> Any:
+    """Read the first sample of a dataset, in a worker process if it has any."""
     if num_workers:
         pickled = list[bytes]()
-        with suppress(Exception):  # Its class may be one that cannot be sent.
+        with suppress(Exception):  # The class of the sample may not be picklable.
             with Workers(dataset, 1) as workers:
-                workers.run(calling(_pickled), [0], lambda _, found: pickled.append(found))
+                workers.run(calling(_pickle_sample), [0], lambda _, data: pickled.append(data))
             return pickle.loads(pickled[0])
     return read_sample(dataset, 0)
 
 
-def _pickled(dataset: Any, row: int) -> bytes:
+def _pickle_sample(dataset: Any, row: int) -> bytes:
     return pickle.dumps(read_sample(dataset, row))
 
 
-def _gives_many(dataset: Any) -> bool:
-    """Whether ``__getitems__`` gives what ``__getitem__`` does."""
+def _has_matching_getitems(dataset: Any) -> bool:
+    """Return whether ``__getitems__`` is as specific as ``__getitem__``.
+
+    A subclass that overrides only ``__getitem__`` inherits a ``__getitems__`` with other samples.
+    """
     kind = type(dataset)
     if kind is Subset:
-        return _gives_many(dataset.dataset)
+        return _has_matching_getitems(dataset.dataset)
     names = ("__getitems__", "__getitem__")
-    owners = (next((base for base in kind.__mro__ if name in vars(base)), object) for name in names)
-    many, one = owners
-    return many is not object and issubclass(many, one)
+    many_owner, one_owner = (
+        next((base for base in kind.__mro__ if name in vars(base)), object) for name in names
+    )
+    return many_owner is not object and issubclass(many_owner, one_owner)
 
 
 def infer_schema(samples: Sequence[Any], rows: Sequence[int], declared: Declared) -> Schema:
-    """Find the schema of samples; see `Schema.infer`. An error names the row."""
+    """Infer the schema of samples; see `Schema.infer`. Errors name the row."""
     with suppress(SchemaError):
         return Schema.infer(samples, declared)
     schema: Schema | None = None
@@ -180,18 +188,18 @@ def infer_schema(samples: Sequence[Any], rows: Sequence[int], declared: Declared
             if schema is not None and isinstance(error, MismatchError):
                 try:
                     flatten_row(sample, row, schema, lambda: samples[0])
-                except SchemaError as found:
-                    # Another field may differ too, and would only have to be declared.
-                    if str(error).partition(":")[0] in str(found):
+                except SchemaError as row_error:
+                    # It may be about another field, which only needs to be declared.
+                    if str(error).partition(":")[0] in str(row_error):
                         raise
                 raise SchemaError(f"row {row}, {error}. {_ONE_STRUCTURE}") from error
             has_names = isinstance(sample, (Mapping, tuple)) or is_dataclass(sample)
-            raise _at_row(row, error, is_bare=not has_names) from error
+            raise _row_error(row, error, is_bare=not has_names) from error
     raise AssertionError("the samples have a schema")
 
 
-def _at_row(row: int, error: SchemaError, *, is_bare: bool, remedy: str = "") -> SchemaError:
-    """An error that names the row. A sample that is one value has no field to name."""
+def _row_error(row: int, error: SchemaError, *, is_bare: bool, remedy: str = "") -> SchemaError:
+    """Make an error that names the row. A bare sample is one value, and has no field to name."""
     text = str(error)
     if is_bare and text.startswith(name := f"field {field_name(())!r}"):
         text = f"the sample{text.removeprefix(name)}"
@@ -202,57 +210,72 @@ def stack_rows(
     samples: Sequence[Any],
     rows: range | Integers,
     schema: Schema,
-    another: Callable[[], Any] | None = None,
+    read_other: Callable[[], Any] | None = None,
 ) -> list[Values]:
-    """Stack the leaves of samples; see `Schema.stack`."""
+    """Stack the leaves of samples; see `Schema.stack`. Errors name the row.
+
+    For `read_other`, see `flatten_row`.
+    """
     try:
         return schema.stack(samples)
     except SchemaError:
         for row, sample in zip(np.asarray(rows).tolist(), samples, strict=True):
-            flatten_row(sample, row, schema, another)
+            flatten_row(sample, row, schema, read_other)
         raise
 
 
 def flatten_row(
-    sample: Any, row: int, schema: Schema, another: Callable[[], Any] | None = None
+    sample: Any, row: int, schema: Schema, read_other: Callable[[], Any] | None = None
 ) -> list[Tensor]:
-    """The leaves of the sample at one row, by `Schema.flatten`; see `stack_rows`."""
+    """Return the leaves of a sample; see `Schema.flatten`. Errors name the row.
+
+    `read_other` reads a sample that fits, so that an error can say what to declare.
+    """
     try:
         return schema.flatten(sample)
     except SchemaError as error:
         remedy = ""
         if isinstance(error, MismatchError):
-            sample = copy_sample(sample)  # Before another one is read.
-            remedy = f". {_way_out(schema, [another(), sample]) if another else _ONE_STRUCTURE}"
+            sample = copy_sample(sample)  # Reading another sample may overwrite it.
+            advice = _ONE_STRUCTURE
+            if read_other is not None:
+                advice = _suggest_declaration(schema, [read_other(), sample])
+            remedy = f". {advice}"
         is_bare = schema.structure.field is not None
-        raise _at_row(row, error, is_bare=is_bare, remedy=remedy) from error
+        raise _row_error(row, error, is_bare=is_bare, remedy=remedy) from error
 
 
-def _way_out(schema: Schema, samples: Sequence[Any]) -> str:
-    """What to do about samples of which the last one does not fit."""
-    known = schema.declared
+def _suggest_declaration(schema: Schema, samples: Sequence[Any]) -> str:
+    """Return what to declare so that all samples fit, where the last one doesn't fit a schema."""
     try:
-        found = Schema.infer(samples, known)
+        wider = Schema.infer(samples, schema.declared)
     except MismatchError:
         return _ONE_STRUCTURE
     except SchemaError as error:
         return str(error)
-    new = found.declared.beyond(known)
+    new = wider.declared.beyond(schema.declared)
     if not new.names:
         return (
             "The records of a list must be alike within a row: convert them in the dataset; a value"
             " that may be None is declared by its name, as in nullable=['boxes.label']"
         )
-    what = "are None" if new.nullable else "differ in length"
-    return f"Where rows {what}, that must be declared: {new}"
+    difference = "are None" if new.nullable else "differ in length"
+    return f"Where rows {difference}, that must be declared: {new}"
 
 
 def find_schema(
     samples: list[Any], rows: list[int], declared: Declared, more: Iterator[tuple[int, Any]]
 ) -> Schema:
-    """The schema of samples, with more of them where these do not show what has some names."""
+    """Infer the schema of samples, and read more of them while a declared dtype is unknown.
+
+    Args:
+        samples: The first samples. More are appended.
+        rows: The row of each sample. More are appended.
+        declared: The declarations of the user about fields.
+        more: Further rows and samples.
+    """
     schema = infer_schema(samples, rows, declared)
-    # As many as there are: all are looked at again.
+    # Double the samples each time, because all of them are checked again.
     while schema.unknown.keys() & declared.names and (new := list(islice(more, len(samples)))):
         rows += [row for row, _ in new]
         samples += [sample for _, sample in new]
@@ -262,7 +285,7 @@ def find_schema(
             continue  # A tuple has one length.
         is_none = what == "None"
         argument = "nullable" if is_none else "variable"
-        remedy = "give arrays, such as numpy.array(values, numpy.int64)"
+        remedy = "return arrays, such as numpy.array(values, numpy.int64)"
         if is_none:
             remedy = "fill it as its type allows, such as with NaN, 0, '' or a date"
         if name not in declared.names:
@@ -275,48 +298,68 @@ def find_schema(
 
 
 def probe_rows(num_rows: int) -> list[int]:
-    """Choose the probe rows of a dataset: spread over it, the first and the last row among them."""
+    """Return the probe rows of a dataset: evenly spaced, from the first row to the last."""
     return sorted(set(np.linspace(0, num_rows - 1, NUM_PROBES).astype(np.int64).tolist()))
 
 
 def hash_row(leaves: Sequence[Tensor | np.ndarray]) -> str:
-    """Hash a row, given as leaves on the CPU: XXH3 of the shapes and bytes of all of them."""
+    """Hash the leaves of a row, on the CPU: XXH3 of all shapes and bytes."""
     digest = xxhash.xxh3_64()
     for leaf in leaves:
-        # Otherwise ("ab", "c") would be ("a", "bc").
+        # Without shapes, ("ab", "c") and ("a", "bc") would have one hash.
         digest.update(np.array([leaf.ndim, *leaf.shape], np.int64).data)
-        # True may be any byte but 0, as in images of one bit, and is 1 in a copy.
+        # Images of one bit store True as any byte but 0. A copy stores 1.
         is_bool = leaf.dtype in (torch.bool, np.bool_)
         digest.update(leaf_bytes(leaf & True if is_bool else leaf).data)
     return digest.hexdigest()
 
 
 class Probes(NamedTuple):
-    """Rows that were read first, and what they show of the others."""
+    """The schema, hashes and costs found by reading the probe rows."""
 
     schema: Schema
     digests: tuple[tuple[int, str], ...]
-    """Row and hash of each; see `hash_row`."""
+    """Row and hash of each probe row; see `hash_row`."""
     row_s: float
-    """Seconds that reading a row takes."""
+    """Median seconds to read a row."""
     row_bytes: int
-    """Bytes of the largest one over all fields."""
+    """Bytes of the largest probe row, over all fields."""
     typical_bytes: float
-    """Bytes of one, as the median."""
+    """Median bytes of a probe row."""
 
 
-def take_probes(workers: Workers, num_rows: int, declared: Declared | Schema, tell: Tell) -> Probes:
-    """Read the probe rows and hash them. The schema is inferred, or passed."""
-    found = list[Probes]()
+def read_probes_in_worker(
+    workers: Workers,
+    num_rows: int,
+    declared: Declared | Schema,
+    representative_samples: RepresentativeSamples,
+) -> Probes:
+    """Read the probe rows of a dataset in one of its workers; see `read_probes`."""
+    results = list[Probes]()
     workers.run(
-        calling(read_probes, declared, tell), [num_rows], lambda _, probes: found.append(probes)
+        calling(read_probes, declared, representative_samples),
+        [num_rows],
+        lambda _, probes: results.append(probes),
     )
-    return found[0]
+    return results[0]
 
 
-def read_probes(declared: Declared | Schema, tell: Tell, dataset: Any, num_rows: int) -> Probes:
-    """Read the probe rows of a dataset of so many rows in this process; see `take_probes`."""
-    rows, durations = probe_rows(num_rows), list[float]()
+def read_probes(
+    declared: Declared | Schema,
+    representative_samples: RepresentativeSamples,
+    dataset: Any,
+    num_rows: int,
+) -> Probes:
+    """Read and hash the probe rows of a dataset, and infer its schema unless one is passed.
+
+    Args:
+        declared: The schema, or the declarations of the user about fields.
+        representative_samples: Finds samples that show more of a table than the probe rows.
+        dataset: The dataset.
+        num_rows: Its number of rows.
+    """
+    rows = probe_rows(num_rows)
+    durations = list[float]()
     samples = list[Any]()
     for row in rows:
         start = perf_counter()
@@ -324,8 +367,9 @@ def read_probes(declared: Declared | Schema, tell: Tell, dataset: Any, num_rows:
         durations.append(perf_counter() - start)
     schema = declared
     if isinstance(schema, Declared):
-        schema = _schema_of(dataset, samples, rows, schema, tell)
-    digests, sizes = [], list[int]()
+        schema = _infer_dataset_schema(dataset, samples, rows, schema, representative_samples)
+    digests = []
+    sizes = list[int]()
     for row, sample in zip(rows, samples, strict=True):
         leaves = flatten_row(sample, row, schema)
         digests.append((row, hash_row(leaves)))
@@ -333,31 +377,39 @@ def read_probes(declared: Declared | Schema, tell: Tell, dataset: Any, num_rows:
     return Probes(schema, tuple(digests), median(durations), max(sizes), median(sizes))
 
 
-def _schema_of(
-    dataset: Any, samples: list[Any], rows: list[int], declared: Declared, tell: Tell
+def _infer_dataset_schema(
+    dataset: Any,
+    samples: list[Any],
+    rows: list[int],
+    declared: Declared,
+    representative_samples: RepresentativeSamples,
 ) -> Schema:
-    """The schema of a dataset, by samples of some rows, and if need be of others."""
-    told, fitting, schema = tell(dataset), [*samples], None
-    for some in [told, *([each] for each in told)]:
-        with suppress(SchemaError):  # Whoever reads the row says what is wrong in it.
-            schema = Schema.infer([*fitting, *some], declared)
-            fitting += some
-            if some is told:
+    """Infer a schema from probe samples and representative samples, and from more rows if those
+    leave a dtype unknown."""
+    representatives = representative_samples(dataset)
+    fitting = [*samples]
+    schema = None
+    # Try all at once, then each alone to keep those that fit.
+    for group in [representatives, *([sample] for sample in representatives)]:
+        with suppress(SchemaError):  # Reading the row later raises it, with the row.
+            schema = Schema.infer([*fitting, *group], declared)
+            fitting += group
+            if group is representatives:
                 break
     if schema is not None and not schema.unknown:
         return schema
     spread = np.linspace(0, len(dataset) - 1, MAX_PROBES).astype(np.int64).tolist()
-    others = sorted({*spread} - {*rows})[: MAX_PROBES - len(rows)]
-    more = ((row, copy_sample(read_sample(dataset, row))) for row in others)
+    more_rows = sorted({*spread} - {*rows})[: MAX_PROBES - len(rows)]
+    more = ((row, copy_sample(read_sample(dataset, row))) for row in more_rows)
     return find_schema([*samples], [*rows], declared, more)
 
 
 class RandomDatasetError(DatasetError):
-    """Rows change from read to read: none of them is kept."""
+    """Two reads of one row differ, so the build keeps no rows."""
 
 
 def random_dataset_error(row: int, fields: Sequence[str]) -> RandomDatasetError:
-    """Make the error for a dataset whose rows change from read to read."""
+    """Make the error for a dataset of which two reads of one row differ."""
     names = ", ".join(map(repr, fields))
     return RandomDatasetError(
         f"row {row}, field {names}: two reads of the same row differ, so the dataset is random, and"

@@ -1,4 +1,4 @@
-"""What the columns of tables have in common: their rows are read many at once."""
+"""The base class of table columns, whose rows are read many at once."""
 
 from abc import ABC, abstractmethod
 from itertools import pairwise
@@ -16,43 +16,60 @@ class TableColumn(ABC):
 
     @abstractmethod
     def rows(self, rows: RowNumbers) -> Branch:
-        """Some rows."""
+        """Read rows."""
 
     def representative_values(self) -> list[Any]:
-        """A few of its values, which show what all have: None and others, the shortest list and the
-        longest. None where all are alike."""
+        """Return a few values that determine the field: None and a value, the shortest list and the
+        longest. Empty if any value does."""
         return []
 
     def row_groups(self) -> Integers | None:
-        """By row, in which piece of its files it is, where a piece is read as a whole."""
+        """Return the row group of each row, int64, if files are read one row group at a time."""
         return None
 
 
 def as_range(rows: Integers) -> RowNumbers:
-    """Rows as a range, where they are one: it is read without a copy."""
+    """Return consecutive rows as a range, which is read without a copy; other rows unchanged."""
     is_range = len(rows) > 0 and bool((np.diff(rows) == 1).all())
     return range(int(rows[0]), int(rows[-1]) + 1) if is_range else rows
 
 
 def split_by_group(
-    rows: RowNumbers, ends: Integers
+    rows: RowNumbers, stops: Integers
 ) -> tuple[list[tuple[int, RowNumbers]], Integers | None]:
-    """The pieces in which rows are, by where each piece ends: its number, and its rows counted from
-    its first one; and the order of all rows once these are joined, where it is another one."""
+    """Split rows by the group that holds them.
+
+    With groups that stop at rows 3 and 5, the rows [4, 0, 3] are row 0 of group 0, and rows 1 and 0
+    of group 1. Read in this order, they are rows 0, 4 and 3, so the inverse is [1, 0, 2].
+
+    Args:
+        rows: The rows, counted over all groups.
+        stops: The row after the last one of each group.
+
+    Returns:
+        The number of each group, with its rows counted from its first row. The indices that
+        restore the order of `rows` once the groups are concatenated; None if it's the same order.
+    """
     if isinstance(rows, range):
-        first, last = np.searchsorted(ends, (rows.start, rows.stop - 1), side="right").tolist()
-        edges = [rows.start, *ends[first:last].tolist(), rows.stop]
-        starts = [0, *ends.tolist()][first : last + 1]
-        pairs = zip(starts, pairwise(edges), strict=True)
-        within = (range(begin - start, end - start) for start, (begin, end) in pairs)
-        return [each for each in enumerate(within, first) if each[1]], None
-    numbers, back = np.asarray(rows, np.int64), None
-    pieces = np.searchsorted(ends, numbers, side="right")
-    if (np.diff(pieces) < 0).any():
-        order = np.argsort(pieces, kind="stable")
-        numbers, pieces, back = numbers[order], pieces[order], np.argsort(order)
-    begins = np.flatnonzero(np.diff(pieces, prepend=-1))
-    found = zip(pieces[begins].tolist(), np.split(numbers, begins[1:]), strict=True)
-    return [
-        (piece, as_range(each - (ends[piece - 1] if piece else 0))) for piece, each in found
-    ], back
+        first, last = np.searchsorted(stops, (rows.start, rows.stop - 1), side="right").tolist()
+        bounds = [rows.start, *stops[first:last].tolist(), rows.stop]
+        offsets = [0, *stops.tolist()][first : last + 1]
+        ranges = (
+            range(start - offset, stop - offset)
+            for offset, (start, stop) in zip(offsets, pairwise(bounds), strict=True)
+        )
+        return [pair for pair in enumerate(ranges, first) if pair[1]], None
+    indices = np.asarray(rows, np.int64)
+    groups = np.searchsorted(stops, indices, side="right")
+    inverse = None
+    if (np.diff(groups) < 0).any():
+        order = np.argsort(groups, kind="stable")
+        indices = indices[order]
+        groups = groups[order]
+        inverse = np.argsort(order)
+    starts = np.flatnonzero(np.diff(groups, prepend=-1))
+    pairs = []
+    for group, part in zip(groups[starts].tolist(), np.split(indices, starts[1:]), strict=True):
+        offset = stops[group - 1] if group else 0
+        pairs.append((group, as_range(part - offset)))
+    return pairs, inverse

@@ -19,57 +19,61 @@ from lightning_memmap.schema.kinds import is_missing
 from lightning_memmap.store.paths import local_path
 from lightning_memmap.store.sources.column import TableColumn
 
-#: By library and class, the method that makes a table of what is computed or read only then. Other
-#: tables are known by the protocol of Arrow.
-_LATER = {
+#: The method that computes or reads a lazy table, by library and class. Other tables are recognised
+#: by the Arrow protocol.
+_LAZY_METHODS = {
     ("polars", "LazyFrame"): "collect",
     ("pyarrow", "Dataset"): "to_table",
     ("pyarrow", "Scanner"): "to_table",
     ("duckdb", "DuckDBPyRelation"): "to_arrow_table",
 }
 _LIBRARIES = ("pandas", "polars", "pyarrow", "datasets")
-_INDEX = re.compile(r"__index_level_\d+__")
+#: The columns in which pandas writes the index of a DataFrame.
+_PANDAS_INDEX = re.compile(r"__index_level_\d+__")
 
 
 class ColumnDataset(Dataset[dict[str, Any]]):
     """A map-style dataset of columns: row ``i`` is ``{name: column[i], ...}``.
 
-    It is stored by slices of its columns, and not item by item.
+    Stores are built from slices of the columns, not item by item.
 
     Args:
-        columns: A dict of columns, each a tensor, a numpy array or memmap, an array of h5py or
-            zarr, a list, a Series of pandas or polars, an array of pyarrow, or anything else with
-            ``shape``, ``dtype`` and slices, read by position; or a DataFrame of pandas, or any
-            table that speaks the Arrow protocol (``__arrow_c_stream__``), such as one of polars,
-            pyarrow, DuckDB or Lance; or the path of a Parquet file, or of a directory of such
-            files. Parquet files are read by row groups when they are needed; other tables are read
-            into memory now, without a copy where they are there.
-        names: The columns to keep, in this order; all of them by default.
+        columns: One of
+
+            - a dict of columns, each a tensor, a numpy array or memmap, an array of h5py or zarr, a
+              list, a Series of pandas or polars, an array of pyarrow, or another array with
+              ``shape``, ``dtype`` and slices. All are read by position.
+            - a DataFrame of pandas, or a table with the Arrow protocol (``__arrow_c_stream__``),
+              such as one of polars, pyarrow, DuckDB or Lance. It is read into memory now, without
+              a copy if it's in memory already.
+            - the path of a Parquet file, or of a directory of Parquet files. They are read one row
+              group at a time, when rows are read.
+        names: The columns to keep, in this order; all by default.
 
     Attributes:
         columns: The columns by name.
 
     Raises:
-        TypeError: ``columns`` is none of these, or a column has no rows.
-        ValueError: There is no column, columns differ in length, or a name is not among them or
-            there twice.
-        DatasetError: A file cannot be read.
+        TypeError: ``columns`` has another type, or a column has no rows.
+        ValueError: ``columns`` is empty, columns differ in length, or ``names`` has a name twice or
+            one that doesn't exist.
+        DatasetError: A file can't be read.
     """
 
     def __init__(self, columns: Any, names: Sequence[str] | None = None) -> None:
-        found = _columns(columns, names)
         self.columns: dict[str, Any] = {
-            name: _by_position(name, column) for name, column in found.items()
+            name: _to_positional(name, column)
+            for name, column in _columns_by_name(columns, names).items()
         }
-        sizes = {name: _length(name, column) for name, column in self.columns.items()}
+        sizes = {name: _num_rows(name, column) for name, column in self.columns.items()}
         if not sizes:
-            raise ValueError("columns: there are none: give at least one")
+            raise ValueError("columns is empty: pass at least one column")
         self._num_rows = next(iter(sizes.values()))
         for name, size in sizes.items():
             if size != self._num_rows:
                 raise ValueError(
-                    f"column {name!r} has {size} rows, and column {next(iter(sizes))!r} has"
-                    f" {self._num_rows}: give columns of one length"
+                    f"column {name!r} has {size} rows, but column {next(iter(sizes))!r} has"
+                    f" {self._num_rows}: pass columns of one length"
                 )
 
     def __len__(self) -> int:
@@ -84,144 +88,167 @@ class ColumnDataset(Dataset[dict[str, Any]]):
         return {name: column[index] for name, column in self.columns.items()}
 
     def representative_samples(self) -> list[Any]:
-        """Samples that show what all have; see `lightning_memmap.store.sources`."""
-        found = {name: _telling_values(column) for name, column in self.columns.items()}
-        count = max(map(len, found.values()))
-        with suppress(SchemaError):  # Whoever reads the row says what is wrong in it.
-            every = {n: values or [self.columns[n][0]] for n, values in found.items() if count}
-            return [{n: each[k % len(each)] for n, each in every.items()} for k in range(count)]
+        """Return samples that combine the representative values of all columns."""
+        values_of = {name: _representative_values(column) for name, column in self.columns.items()}
+        count = max(map(len, values_of.values()))
+        if not count:
+            return []
+        with suppress(SchemaError):  # Reading the row later raises it, with the row.
+            # A column without representatives repeats its first row.
+            columns = {name: vals or [self.columns[name][0]] for name, vals in values_of.items()}
+            return [
+                {name: values[k % len(values)] for name, values in columns.items()}
+                for k in range(count)
+            ]
         return []
 
 
-def _telling_values(column: Any) -> list[Any]:
-    """Values of a column that show what all have; see `TableColumn.representative_values`."""
+def _representative_values(column: Any) -> list[Any]:
+    """Return the values of `TableColumn.representative_values` for a column of any type."""
     if isinstance(column, TableColumn):
         return column.representative_values()
     rows = set[int]()
     if isinstance(column, np.ndarray) and column.ndim == 1:
         if column.dtype == object and set(map(type, column)) != {str}:
-            rows = {*_telling_rows(list(enumerate(column)))}
+            rows = {*_representative_rows(list(enumerate(column)))}
         elif column.dtype.kind in "mM" and (missing := np.isnat(column)).any():
             rows = {int(missing.argmax()), int(missing.argmin())}
     return [column[row] for row in sorted(rows)]
 
 
-def _telling_rows(pairs: Sequence[tuple[int, Any]]) -> Iterator[int]:
-    """Of pairs of a row and what it has, the rows that show what all have."""
-    given = [(row, value) for row, value in pairs if not is_missing(value)]
-    yield from (row for row, _ in given[:1])
-    if len(given) < len(pairs):
+def _representative_rows(pairs: Sequence[tuple[int, Any]]) -> Iterator[int]:
+    """Yield a row that is missing and one that isn't, and the shortest and longest list, in
+    children too.
+
+    Args:
+        pairs: Row and value. A row may occur several times, with each item of its list.
+    """
+    present = [(row, value) for row, value in pairs if not is_missing(value)]
+    yield from (row for row, _ in present[:1])
+    if len(present) < len(pairs):
         yield next(row for row, value in pairs if is_missing(value))
-    kinds = {type(value) for _, value in given}
+    kinds = {type(value) for _, value in present}
     if kinds == {dict}:
-        for key in given[0][1]:
-            yield from _telling_rows([(row, value.get(key)) for row, value in given])
+        for key in present[0][1]:
+            yield from _representative_rows([(row, value.get(key)) for row, value in present])
     elif kinds and kinds <= {list, tuple, np.ndarray}:
-        shapes = (getattr(value, "shape", None) or [len(value)] for _, value in given)
+        shapes = (getattr(value, "shape", None) or [len(value)] for _, value in present)
         for sizes in zip(*shapes, strict=False):
-            yield from (given[sizes.index(bound)][0] for bound in (min(sizes), max(sizes)))
-        lists = ((row, value) for row, value in given if not isinstance(value, np.ndarray))
+            yield from (present[sizes.index(bound)][0] for bound in (min(sizes), max(sizes)))
+        lists = ((row, value) for row, value in present if not isinstance(value, np.ndarray))
         items = ((row, item) for row, value in lists for item in value)
-        # Numbers and texts in lists have no lengths of their own, and may be many.
+        # Skip items that are numbers or texts: they have no length to compare, and may be many.
         if (first := next(items, None)) is not None and isinstance(first[1], (list, tuple)):
-            yield from _telling_rows([first, *items])
+            yield from _representative_rows([first, *items])
 
 
-def _columns(given: Any, names: Sequence[str] | None) -> dict[str, Any]:
-    if isinstance(given, (str, Path)):
-        return {**_tables().parquet_columns(local_path(given), partial(_chosen, names))}
-    if is_frame(given):
-        method = _method_of(given)
-        frame = getattr(given, method)() if method else given
-        if _library(frame) in ("pandas", "polars"):
-            return {name: frame[name] for name in _chosen(names, list(frame.columns))}
-        table = _tables().pa.table(frame)
-        return {name: table.column(name) for name in _chosen(names, table.column_names)}
-    if is_dict_of_splits(given):
-        raise TypeError(f"columns: {explain_non_dataset(given)}")
-    if isinstance(given, Dataset) or _library(given) == "datasets":
+def _columns_by_name(columns: Any, names: Sequence[str] | None) -> dict[str, Any]:
+    if isinstance(columns, (str, Path)):
+        # pyarrow is imported only for tables.
+        from lightning_memmap.store.sources.parquet import open_parquet
+
+        return {**open_parquet(local_path(columns), partial(_choose_names, names))}
+    if is_frame(columns):
+        return _frame_columns(columns, names)
+    if is_dict_of_splits(columns):
+        raise TypeError(f"columns: {explain_non_dataset(columns)}")
+    if isinstance(columns, Dataset) or _library_of(columns) == "datasets":
         raise TypeError(
-            f"columns: {with_article(type(given).__name__)} has rows already: give it in place of"
+            f"columns: {with_article(type(columns).__name__)} has rows already: pass it instead of"
             " the ColumnDataset"
         )
-    if isinstance(given, Mapping):
-        return {name: given[name] for name in _chosen(given if names is None else names, [*given])}
+    if isinstance(columns, Mapping):
+        keys = list(columns)
+        # Keep all keys of a dict, even one named like an index of pandas.
+        chosen = _choose_names(keys if names is None else names, keys)
+        return {name: columns[name] for name in chosen}
     raise TypeError(
-        f"columns: found a {type(given).__name__}; give a dict of arrays, a DataFrame, a pyarrow"
-        " Table, the path of a Parquet file, or what your library makes of it, such as to_pandas()"
+        f"columns: found a {type(columns).__name__}; pass a dict of arrays, a DataFrame, a pyarrow"
+        " Table, the path of a Parquet file, or convert it with a method such as to_pandas()"
     )
 
 
-def _chosen(names: Iterable[str] | None, found: Sequence[Any]) -> list[Any]:
-    """The names of the columns to use, in order: all, or those that a user gives."""
+def _frame_columns(frame: Any, names: Sequence[str] | None) -> dict[str, Any]:
+    if (method := _lazy_method(frame)) is not None:
+        frame = getattr(frame, method)()
+    if _library_of(frame) in ("pandas", "polars"):
+        return {name: frame[name] for name in _choose_names(names, list(frame.columns))}
+    import pyarrow
+
+    table = pyarrow.table(frame)
+    return {name: table.column(name) for name in _choose_names(names, table.column_names)}
+
+
+def _choose_names(names: Iterable[str] | None, available: Sequence[Any]) -> list[Any]:
+    """Check the names of the columns to keep. Returns all by default, without pandas' index."""
     if isinstance(names, str):
-        raise TypeError(f"names={names!r}: give a list of names")
-    # The index of a DataFrame, which pandas writes beside the columns, is not one of them.
-    usual = (name for name in found if not _INDEX.fullmatch(str(name)))
-    wanted = list(usual if names is None else names)
-    for name in wanted:
-        if found.count(name) != 1 or wanted.count(name) != 1:
-            what = "there is no such column" if name not in found else "it is there twice"
+        raise TypeError(f"names={names!r}: pass a list of names")
+    if names is None:
+        names = (name for name in available if not _PANDAS_INDEX.fullmatch(str(name)))
+    chosen = list(names)
+    for name in chosen:
+        if available.count(name) != 1 or chosen.count(name) != 1:
+            reason = "it occurs twice" if name in available else "it doesn't exist"
             raise ValueError(
-                f"column {name!r}: {what}; the columns are {', '.join(map(str, found))}"
+                f"column {name!r}: {reason}; the columns are {', '.join(map(str, available))}"
             )
-    return wanted
+    return chosen
 
 
-def _by_position(name: str, column: Any) -> Any:
-    """A column whose item ``i`` is row ``i``: that of a Series is the row with the label ``i``."""
+def _to_positional(name: str, column: Any) -> Any:
+    """Convert a column so that item ``i`` is row ``i``; a Series would return label ``i``."""
     if isinstance(column, (list, tuple)):
         return _list_to_numpy(column)
     if isinstance(column, Tensor):
         return column.detach() if column.requires_grad else column
-    is_group = isinstance(column, Mapping) and not hasattr(column, "shape")  # No TensorDict.
-    if is_group or is_frame(column) or isinstance(column, (str, bytes)):
+    is_dict = isinstance(column, Mapping) and not hasattr(column, "shape")  # Not a TensorDict.
+    if is_dict or is_frame(column) or isinstance(column, (str, bytes)):
         raise TypeError(
-            f"column {name!r}: found a {type(column).__name__}, which has no rows: give an array,"
-            " and the columns of a table or dict each under a name of its own"
+            f"column {name!r}: found a {type(column).__name__}, which has no rows: pass an array,"
+            " and each column of a table or dict under a separate name"
         )
-    if _library(column) == "pandas":
+    if _library_of(column) == "pandas":
         return _pandas_column(name, column)
-    if _library(column) == "polars" and str(column.dtype) == "Object":
-        # As Arrow, it would be their addresses.
+    if _library_of(column) == "polars" and str(column.dtype) == "Object":
+        # Arrow would convert Python objects to their addresses.
         raise TypeError(
             f"column {name!r}: found Python objects: convert them to a type of polars, such as"
             " String or List"
         )
     if hasattr(column, "__arrow_c_stream__") or hasattr(column, "__arrow_c_array__"):
-        return _tables().arrow_column(name, column)
-    # A Series of yet another library.
+        return _arrow_or_numpy(name, column)
+    # A Series of a library such as Modin has iloc too.
     return np.asarray(column) if hasattr(column, "iloc") else column
 
 
 def _pandas_column(name: str, series: Any) -> Any:
-    """A column of pandas, in the order of its rows. In those of numpy's types, NaN is a number."""
+    """Convert a Series by position. NaN is a number in numpy's dtypes, and None in others."""
     missing = np.asarray(series.isna())
-    is_plain = isinstance(series.dtype, np.dtype)
+    is_numpy = isinstance(series.dtype, np.dtype)
     if hasattr(series, "sparse"):
-        raise TypeError(f"column {name!r}: found sparse values: give .sparse.to_dense() of it")
-    if is_plain and (series.dtype.kind in "biufc" or not missing.any()):
+        raise TypeError(f"column {name!r}: found sparse values: pass column.sparse.to_dense()")
+    if is_numpy and (series.dtype.kind in "biufc" or not missing.any()):
         return np.asarray(series)
-    if is_plain and series.dtype == object:
+    if is_numpy and series.dtype == object:
         values: np.ndarray = series.to_numpy(dtype=object, copy=True)
         values[missing] = None
         return values
-    return _tables().arrow_column(name, series)
+    return _arrow_or_numpy(name, series)
 
 
-def _tables() -> Any:
-    """What needs pyarrow, which is imported only for tables."""
-    from lightning_memmap.store.sources import tables
+def _arrow_or_numpy(name: str, column: Any) -> Any:
+    """Convert a column with pyarrow, which is imported only for tables."""
+    from lightning_memmap.store.sources.arrow_column import to_arrow_or_numpy
 
-    return tables
+    return to_arrow_or_numpy(name, column)
 
 
 def _list_to_numpy(values: Sequence[Any]) -> Any:
     try:
         array = np.asarray(values)
-    except ValueError:  # They differ in length.
+    except ValueError:  # The lists differ in length.
         array = np.empty(0, object)
-    # An array of text would make text of numbers, and cut off zeros at the end.
+    # numpy would convert numbers among texts to text, and strip trailing zeros.
     return (
         array
         if array.dtype.kind in "biufc" and array.size
@@ -229,68 +256,69 @@ def _list_to_numpy(values: Sequence[Any]) -> Any:
     )
 
 
-def _length(name: str, column: Any) -> int:
+def _num_rows(name: str, column: Any) -> int:
     try:
         return int(column.shape[0]) if hasattr(column, "shape") else len(column)
-    except (RuntimeError, ValueError) as error:  # As of an array in a file of h5py.
+    except (RuntimeError, ValueError) as error:  # Such as an array of h5py in a closed file.
         raise DatasetError(
-            f"column {name!r}: it cannot be read ({describe_error(error)}): keep its file open"
+            f"column {name!r}: it can't be read ({describe_error(error)}): keep its file open"
         ) from error
     except (TypeError, IndexError) as error:
         raise TypeError(
-            f"column {name!r}: found a {type(column).__name__} without a length: give an array or"
+            f"column {name!r}: found a {type(column).__name__} without a length: pass an array or"
             " a tensor whose first dimension is the rows"
         ) from error
 
 
-def is_array_like(values: Any) -> bool:
-    """Whether this is an array of whatever library, whose first dimension is the rows."""
-    dtype = getattr(values, "dtype", None)
-    return isinstance(dtype, np.dtype) and len(getattr(values, "shape", ())) > 0
+def is_array_like(value: Any) -> bool:
+    """Return whether a value is an array of any library with at least one dimension."""
+    dtype = getattr(value, "dtype", None)
+    return isinstance(dtype, np.dtype) and len(getattr(value, "shape", ())) > 0
 
 
-def _classes(value: Any) -> list[tuple[str, str]]:
-    """The library and the name of the class of a value, and of those that it is derived from."""
+def _class_names(value: Any) -> list[tuple[str, str]]:
+    """Return the library and name of the class of a value, and of its base classes."""
     return [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(value).__mro__]
 
 
-def _library(value: Any) -> str:
-    return next((name for name, _ in _classes(value) if name in _LIBRARIES), "")
+def _library_of(value: Any) -> str:
+    return next((library for library, _ in _class_names(value) if library in _LIBRARIES), "")
 
 
-def _method_of(value: Any) -> str | None:
-    return next((_LATER[each] for each in _classes(value) if each in _LATER), None)
+def _lazy_method(value: Any) -> str | None:
+    return next((_LAZY_METHODS[key] for key in _class_names(value) if key in _LAZY_METHODS), None)
 
 
 def is_frame(value: Any) -> bool:
-    """Whether a value is a table, or will be one when it is computed or read."""
-    kind = type(value)  # Of an instance, a property may be costly.
+    """Return whether a value is a table, lazy ones included."""
+    kind = type(value)  # Reading a property of the instance may be costly.
     has_columns = hasattr(kind, "columns") or hasattr(kind, "schema")
     is_arrow = hasattr(kind, "__arrow_c_stream__") or hasattr(kind, "__arrow_c_array__")
-    return (has_columns and is_arrow) or _method_of(value) is not None
+    return (has_columns and is_arrow) or _lazy_method(value) is not None
 
 
 def is_dict_of_splits(value: Any) -> bool:
-    """Whether a value is a ``DatasetDict`` of Hugging Face, whose entries are datasets."""
+    """Return whether a value is a ``DatasetDict`` of Hugging Face, with a dataset per split."""
     kinds = ("DatasetDict", "IterableDatasetDict")
     return isinstance(value, dict) and any(kind.__name__ in kinds for kind in type(value).__mro__)
 
 
 def explain_non_dataset(value: Any) -> str | None:
-    """What to give in place of a value that is no dataset; None where it may be one."""
+    """Return why a value isn't a dataset, and what to pass instead; None if it may be one."""
     kind = type(value).__name__
     if is_dict_of_splits(value):
-        return f"a {kind} has a dataset for each split: choose one of the splits {list(value)}"
+        return f"a {kind} has a dataset per split: choose one of the splits {list(value)}"
     names = list(value) if isinstance(value, dict) else []
     is_dict = bool(names) and all(isinstance(name, str) for name in names)
     if is_dict or is_frame(value):
-        return f"a {kind} has columns and no rows: give lightning_memmap.ColumnDataset(...) of it"
+        return f"a {kind} has columns, not rows: wrap it in lightning_memmap.ColumnDataset(...)"
     if inspect.isgeneratorfunction(value):
-        return f"{value.__name__} is a generator function: call it, and give what it returns"
+        return f"{value.__name__} is a generator function: call it, and pass what it returns"
     if isinstance(value, type):
-        return f"{value.__name__} is a class: give an instance of it"
-    if is_array_like(value) and not hasattr(type(value), "__len__"):  # As of zarr.
+        return f"{value.__name__} is a class: pass an instance"
+    if is_array_like(value) and not hasattr(type(value), "__len__"):  # Such as an array of zarr.
         return (
-            f"{with_article(kind)} has no length: give lightning_memmap.ColumnDataset({{'x': it}})"
+            f"{with_article(kind)} has no length: wrap it in"
+            " lightning_memmap.ColumnDataset({'x': array})"
         )
     return None

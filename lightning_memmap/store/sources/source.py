@@ -1,9 +1,9 @@
 """Sources: the rows of a dataset, read many at once, as the values of each field.
 
-A dataset is read item by item. Where its rows lie in arrays or tables, a slice of these gives the
-same values in a fraction of the time. Only datasets of known classes are read in this way, never
-their subclasses: what a subclass overrides decides what a sample is. Libraries are recognised by
-the modules of their classes, and imported by nobody else.
+Datasets are read item by item, except for arrays and tables: a slice has the same values in a
+fraction of the time. Only known classes are sliced, and never their subclasses, because these may
+override what a sample is. Libraries are recognised by the module of a class, without importing
+them.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,9 +39,9 @@ from lightning_memmap.tensordict_types import is_exactly
 
 _MEMORY_TYPES = {Tensor, Parameter, np.ndarray, np.memmap}
 _FILE_MODULES = {"h5py", "zarr"}
-#: Datasets of columns that lie side by side, and their attribute.
-_SIDE_BY_SIDE = {TensorDataset: "tensors", ColumnDataset: "columns", StackDataset: "datasets"}
-#: Rows that lie closer together than this in a file are read together, with what is between them.
+#: Datasets whose samples combine several columns, and the attribute with the columns.
+_COLUMN_ATTRIBUTES = {TensorDataset: "tensors", ColumnDataset: "columns", StackDataset: "datasets"}
+#: Rows of a file closer together than this are read at once, with the bytes between them.
 _MAX_GAP_BYTES = 64 * 2**10
 
 
@@ -49,73 +49,82 @@ _MAX_GAP_BYTES = 64 * 2**10
 class Source:
     """The rows of a dataset."""
 
-    #: Reads rows of each field.
+    #: Reads rows, as one value per field.
     read: Callable[[RowNumbers], list[Values]]
-    #: By row, in which piece of its files it is, where a piece is read as a whole.
+    #: Returns the row group of each row, int64, if files are read one row group at a time.
     row_groups: Callable[[], Integers | None] = lambda: None
-    #: Whether rows are read many at once, and not made one by one.
+    #: Whether rows are sliced, instead of read item by item.
     is_sliced: bool = True
 
     @property
     def order(self) -> Integers | None:
-        """The order in which all rows are read fastest, piece by piece; None for their own."""
-        pieces = self.row_groups()
-        if pieces is None or (np.diff(pieces) >= 0).all():
+        """The rows ordered by row group, which reads them fastest; None for dataset order."""
+        groups = self.row_groups()
+        if groups is None or (np.diff(groups) >= 0).all():
             return None
-        return np.argsort(pieces, kind="stable")
+        return np.argsort(groups, kind="stable")
 
 
 def source_of(dataset: Any, schema: Schema, row_bytes: int = 1) -> Source:
-    """Find how the rows of a dataset are read: by slices where it is known, or as items."""
+    """Make a source that slices a dataset if its class is known, or reads it item by item."""
     if isinstance(dataset, Spool):
         return Source(dataset.read)
-    step, reader, slices = rows_at_once(row_bytes), SampleReader(dataset, schema), None
+    step = rows_at_once(row_bytes)
+    reader = SampleReader(dataset, schema)
 
     def read_items(rows: RowNumbers) -> list[Values]:
-        some = (rows[first : first + step] for first in range(0, len(rows), step))
-        return join_values(list(map(reader.read, some)))
+        blocks = (rows[start : start + step] for start in range(0, len(rows), step))
+        return join_values(list(map(reader.read, blocks)))
 
+    sliced = None
     if not any(isinstance(field.kind, Image) for field in schema.fields):
-        with suppress(SchemaError):  # Its arrays are not nested as its samples are.
-            slices = _source_of(dataset, schema.structure)
-    if slices is None:
+        with suppress(SchemaError):  # Its arrays aren't nested like its samples.
+            sliced = _sliced_source(dataset, schema.structure)
+    if sliced is None:
         return Source(read_items, is_sliced=False)
 
     def read(rows: RowNumbers) -> list[Values]:
-        with suppress(SchemaError):  # Some do not fit, and are to be named.
-            found = slices.read(rows)
-            if all(values.num_rows == len(rows) for values in found):
-                return found
+        with suppress(SchemaError):  # Reading item by item raises it too, with the row.
+            fields = sliced.read(rows)
+            if all(values.num_rows == len(rows) for values in fields):
+                return fields
         return read_items(rows)
 
-    return replace(slices, read=read)
+    return replace(sliced, read=read)
 
 
 def is_read_by_item(dataset: Any) -> bool:
-    """Whether each row of a dataset is made by itself, as far as its class tells."""
+    """Return whether a dataset is read item by item, judging by its class."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
-    is_known = type(dataset) in {*_SIDE_BY_SIDE, ConcatDataset} or is_exactly(dataset, "TensorDict")
+    is_known = type(dataset) in {*_COLUMN_ATTRIBUTES, ConcatDataset} or is_exactly(
+        dataset, "TensorDict"
+    )
     return not (is_known or _is_array(dataset) or _is_hugging_face(dataset))
 
 
 def concatenate_sources(sources: Sequence[Source], sizes: Sequence[int]) -> Source:
-    """The rows of several sources, one source after the other."""
-    ends = np.cumsum(sizes, dtype=np.int64)
+    """Make one source of several, in their order.
+
+    Args:
+        sources: The sources.
+        sizes: The number of rows of each source.
+    """
+    stops = np.cumsum(sizes, dtype=np.int64)
 
     def read(rows: RowNumbers) -> list[Values]:
-        parts, back = split_by_group(rows, ends)
-        return join_values([sources[part].read(within) for part, within in parts], back)
+        parts, inverse = split_by_group(rows, stops)
+        return join_values([sources[k].read(source_rows) for k, source_rows in parts], inverse)
 
     def row_groups() -> Integers | None:
-        found = [source.row_groups() for source in sources]
-        if all(each is None for each in found):
+        groups = [source.row_groups() for source in sources]
+        if all(group is None for group in groups):
             return None
-        # The pieces of each come after those of all before it.
+        # Number the row groups of a source after all row groups of earlier sources.
         return np.concatenate(
             [
-                number * 2**32 + (np.zeros(size, np.int64) if each is None else each)
-                for number, (each, size) in enumerate(zip(found, sizes, strict=True))
+                k * 2**32 + (np.zeros(size, np.int64) if group is None else group)
+                for k, (group, size) in enumerate(zip(groups, sizes, strict=True))
             ]
         )
 
@@ -123,10 +132,11 @@ def concatenate_sources(sources: Sequence[Source], sizes: Sequence[int]) -> Sour
 
 
 def representative_samples(dataset: Any) -> list[Any]:
-    """Samples of the values of a table, which show what is None in some rows or differs in length.
+    """Return samples that show which values of a table may be None or differ in length.
 
-    Each has values of several rows. There are none of datasets that are no tables. Of a ``Subset``,
-    they show all rows of the table: so training and validation rows of one table have one schema.
+    A sample combines values of several rows. The list is empty if the dataset isn't a table. For a
+    ``Subset``, all rows of its table count, so that training and validation rows of one table have
+    one schema.
     """
     kind = type(dataset)
     if kind is Subset:
@@ -134,66 +144,74 @@ def representative_samples(dataset: Any) -> list[Any]:
     if kind is ConcatDataset:
         return [*chain.from_iterable(map(representative_samples, dataset.datasets))]
     if _is_hugging_face(dataset):
-        from lightning_memmap.store.sources.tables import hugging_face_samples
+        from lightning_memmap.store.sources.hugging_face import hugging_face_representatives
 
-        return hugging_face_samples(dataset)
+        return hugging_face_representatives(dataset)
     return dataset.representative_samples() if kind is ColumnDataset else []
 
 
 def _is_hugging_face(dataset: Any) -> bool:
-    """Whether a dataset is exactly of the class ``datasets.Dataset``."""
+    """Return whether the class of a dataset is exactly ``datasets.Dataset``."""
     kind = type(dataset)
     return kind.__module__ == "datasets.arrow_dataset" and kind.__name__ == "Dataset"
 
 
-def _source_of(dataset: Any, node: Node, *, any_array: bool = False) -> Source | None:
-    """Find how to slice a dataset, or a part of one, whose samples have a structure.
+def _sliced_source(dataset: Any, node: Node, *, any_array: bool = False) -> Source | None:
+    """Make a source that slices a dataset, or one column of it; None if its class is unknown.
 
-    Returns None where its class is not known.
+    Args:
+        dataset: The dataset or column.
+        node: The structure of its samples.
+        any_array: Whether to slice arrays of unknown libraries too.
     """
-    kind = type(dataset)
     if isinstance(dataset, TableColumn):
         return Source(partial(_read_column, dataset.rows, node), dataset.row_groups)
     if _is_array(dataset) or (any_array and is_array_like(dataset)):
-        rows_of = partial(_rows_of_array, dataset)
-        return Source(partial(_read_column, rows_of, node))
-    if kind is Subset:
-        return _picked(dataset, node)
-    if kind is ConcatDataset:
-        parts = [_source_of(part, node) for part in dataset.datasets]
-        known = [part for part in parts if part is not None]
-        return (
-            concatenate_sources(known, list(map(len, dataset.datasets)))
-            if len(known) == len(parts)
-            else None
-        )
-    children = as_container(_side_by_side(dataset, node), ())
+        return Source(partial(_read_column, partial(_slice_array, dataset), node))
+    if type(dataset) is Subset:
+        return _subset_source(dataset, node)
+    if type(dataset) is ConcatDataset:
+        parts: list[Any] = list(dataset.datasets)
+        sources = [_sliced_source(part, node) for part in parts]
+        sliced = [source for source in sources if source is not None]
+        if len(sliced) < len(sources):
+            return None
+        return concatenate_sources(sliced, list(map(len, parts)))
+    return _columns_source(dataset, node)
+
+
+def _columns_source(dataset: Any, node: Node) -> Source | None:
+    """Make a source that slices each column of a dataset; None if a class is unknown."""
+    children = as_container(_columns_of(dataset, node), ())
     if children is None or children[0] != node.kind or set(children[1]) != set(node.keys):
         return None
-    columns, found = dict(zip(children[1], children[2], strict=True)), []
+    columns = dict(zip(children[1], children[2], strict=True))
+    sources = []
     for key, child in zip(node.keys, node.children, strict=True):
-        source = _source_of(columns[key], child, any_array=kind is ColumnDataset)
+        source = _sliced_source(columns[key], child, any_array=type(dataset) is ColumnDataset)
         if source is None:
             return None
-        found.append(source)
+        sources.append(source)
+
+    def read(rows: RowNumbers) -> list[Values]:
+        return [values for source in sources for values in source.read(rows)]
 
     def row_groups() -> Integers | None:
-        each = (source.row_groups() for source in found)
-        return next((pieces for pieces in each if pieces is not None), None)
+        groups = (source.row_groups() for source in sources)
+        return next((group for group in groups if group is not None), None)
 
-    return Source(lambda rows: [values for each in found for values in each.read(rows)], row_groups)
+    return Source(read, row_groups)
 
 
-def _side_by_side(dataset: Any, node: Node) -> Any:
-    """The container of what lies side by side in a dataset; None where its class is not known."""
-    kind = type(dataset)
+def _columns_of(dataset: Any, node: Node) -> Any:
+    """Return the container of the columns of a dataset; None if its class is unknown."""
     if _is_hugging_face(dataset):
-        from lightning_memmap.store.sources.tables import hugging_face_columns
+        from lightning_memmap.store.sources.hugging_face import hugging_face_columns
 
         return hugging_face_columns(dataset, node)
     if is_exactly(dataset, "TensorDict"):
         return dataset
-    return getattr(dataset, _SIDE_BY_SIDE.get(kind, ""), None)
+    return getattr(dataset, _COLUMN_ATTRIBUTES.get(type(dataset), ""), None)
 
 
 def _is_in_memory(values: Any) -> bool:
@@ -208,31 +226,34 @@ def _is_array(values: Any) -> bool:
     return is_file and is_array_like(values)
 
 
-def _picked(dataset: Any, node: Node) -> Source | None:
-    """Some rows of another source, in an order of their own."""
-    indices, num_rows = np.asarray(dataset.indices), len(dataset.dataset)
+def _subset_source(dataset: Any, node: Node) -> Source | None:
+    """Make a source that slices the dataset of a ``Subset``; None if its class is unknown."""
+    indices = np.asarray(dataset.indices)
+    num_rows = len(dataset.dataset)
     if indices.ndim != 1 or indices.dtype.kind not in "iu" or not len(indices):
         return None
     if indices.min() < -num_rows or indices.max() >= num_rows:
         return None
-    picked = indices.astype(np.int64, copy=False)
-    picked = np.where(picked < 0, picked + num_rows, picked) if picked.min() < 0 else picked
-    if (source := _source_of(dataset.dataset, node)) is None:
+    inner_rows = indices.astype(np.int64, copy=False)
+    if inner_rows.min() < 0:
+        inner_rows = np.where(inner_rows < 0, inner_rows + num_rows, inner_rows)
+    if (source := _sliced_source(dataset.dataset, node)) is None:
         return None
 
     def read(rows: RowNumbers) -> list[Values]:
-        some = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
-        return source.read(as_range(picked[some]))
+        index = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
+        return source.read(as_range(inner_rows[index]))
 
     def row_groups() -> Integers | None:
-        return None if (found := source.row_groups()) is None else found[picked]
+        groups = source.row_groups()
+        return None if groups is None else groups[inner_rows]
 
     return Source(read, row_groups)
 
 
 @dataclass(frozen=True, eq=False)
 class _ArrayRows(Branch):
-    """Rows of an array, none of which is None."""
+    """Rows of an array without None."""
 
     rows: Any
 
@@ -245,44 +266,46 @@ class _ArrayRows(Branch):
         return as_values(field, self.rows)
 
 
-def _rows_of_array(values: Any, rows: RowNumbers) -> Branch:
-    """Rows of a tensor or array, or of one in a file, which is read by slices."""
-    is_memory = _is_in_memory(values)
+def _slice_array(array: Any, rows: RowNumbers) -> Branch:
+    """Read rows of a tensor or array in memory, or of an array in a file."""
+    is_memory = _is_in_memory(array)
     if isinstance(rows, range):
-        found = values[rows.start : rows.stop]
-    elif isinstance(values, Tensor):
-        found = take_rows(values, rows)
+        values = array[rows.start : rows.stop]
+    elif isinstance(array, Tensor):
+        values = take_rows(array, rows)
     else:
-        found = values[rows] if is_memory else _take_of_file(values, rows)
+        values = array[rows] if is_memory else _take_from_file(array, rows)
     if not is_memory:
-        # Libraries of arrays in files return new arrays; any other may reuse a buffer.
-        is_new = type(values).__module__.partition(".")[0] in _FILE_MODULES
-        found = np.asarray(found) if is_new else np.array(found)
-    if isinstance(found, np.ndarray) and found.dtype.kind in "OUST" and found.ndim == 1:
-        return Samples(found.tolist())
-    return _ArrayRows(found)
+        # h5py and zarr return new arrays; other libraries may reuse a buffer.
+        is_new = type(array).__module__.partition(".")[0] in _FILE_MODULES
+        values = np.asarray(values) if is_new else np.array(values)
+    if isinstance(values, np.ndarray) and values.dtype.kind in "OUST" and values.ndim == 1:
+        return Samples(values.tolist())
+    return _ArrayRows(values)
 
 
-def _take_of_file(values: Any, rows: Integers) -> np.ndarray:
-    taken = np.empty((len(rows), *values.shape[1:]), values.dtype)
+def _take_from_file(array: Any, rows: Integers) -> np.ndarray:
+    """Read rows of an array in a file, by slices that include small gaps."""
+    taken = np.empty((len(rows), *array.shape[1:]), array.dtype)
     order = np.argsort(rows, kind="stable")
-    gap = max(1, _MAX_GAP_BYTES * len(taken) // max(1, taken.nbytes))
-    for places in np.split(order, np.flatnonzero(np.diff(rows[order]) > gap) + 1):
-        if len(places):
-            first, last = int(rows[places[0]]), int(rows[places[-1]])
-            taken[places] = np.asarray(values[first : last + 1])[rows[places] - first]
+    max_gap = max(1, _MAX_GAP_BYTES * len(taken) // max(1, taken.nbytes))
+    for run in np.split(order, np.flatnonzero(np.diff(rows[order]) > max_gap) + 1):
+        if len(run):
+            start = int(rows[run[0]])
+            stop = int(rows[run[-1]]) + 1
+            taken[run] = np.asarray(array[start:stop])[rows[run] - start]
     return taken
 
 
 def _read_column(
-    rows_of: Callable[[RowNumbers], Branch], node: Node, rows: RowNumbers
+    read_rows: Callable[[RowNumbers], Branch], node: Node, rows: RowNumbers
 ) -> list[Values]:
-    """Read rows of one column, whose items have a structure."""
+    """Read rows of one column as one value per field, and name the rows in errors."""
     try:
-        found = rows_of(rows)
+        branch = read_rows(rows)
     except Exception as error:
         raise DatasetError(
             f"the dataset raised at rows {min(rows)} to {max(rows)}, field"
             f" {node.fields[0].name!r}: {describe_error(error)}"
         ) from error
-    return stack(found, node)
+    return stack(branch, node)

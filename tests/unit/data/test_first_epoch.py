@@ -35,7 +35,7 @@ from lightning_memmap.store import (
 from lightning_memmap.store.directory import JOURNAL, KEY, StoreDirectory
 from lightning_memmap.store.growing import Serving
 from lightning_memmap.store.samples import RandomDatasetError, probe_rows
-from lightning_memmap.store.sources import tables
+from lightning_memmap.store.sources.parquet import RowGroups
 from tests.command_line import CommandLine
 from tests.datasets import Logged, Replaced, Slow
 from tests.distributed.scenarios.first_epoch import (
@@ -244,7 +244,7 @@ def test_rows_of_several_sets_are_read_in_the_order_of_need(tmp_path: Path) -> N
 def test_each_row_group_of_a_parquet_file_is_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, is_picked: bool
 ) -> None:
-    log, read = tmp_path / "groups", tables._RowGroups.read
+    log, read = tmp_path / "groups", RowGroups.read
 
     def noted(self: Any, group: int, name: str) -> Any:
         with log.open("a") as file:
@@ -266,7 +266,7 @@ def test_each_row_group_of_a_parquet_file_is_read_once(
         )
         with monkeypatch.context() as patch:
             if build == "while_training":
-                patch.setattr(tables._RowGroups, "read", noted)
+                patch.setattr(RowGroups, "read", noted)
             set_up(data, "fit")
             seen.append(rows_in(data.train_dataloader()))
             data.teardown()

