@@ -399,8 +399,17 @@ class SuperBatchLoader:
             stop = start + num_rows
             if collator.has_transform:
                 rows_random = random and random.restarted(rows=slice(start, stop))
+                rank = self._topology.rank
+                num_processes = self._topology.size
                 seeds = StepSeeds(
-                    first, len(devices), self.seed, steps.epoch, step, self._topology, rows_random
+                    first,
+                    len(devices),
+                    self.seed,
+                    steps.epoch,
+                    step,
+                    rank,
+                    num_processes,
+                    rows_random,
                 )
             leaves = [*leaves_of_steps.pop()]
             batches = [

@@ -38,12 +38,13 @@ class StepSeeds(NamedTuple):
     seed: int  # The seed of the loader.
     epoch: int
     step: int
-    topology: DataTopology
+    rank: int  # The process that serves the step, of ``num_processes``.
+    num_processes: int
     random: RowRandom | None  # The random numbers for each row, if the transform takes them.
 
     def seed_of(self, index: int) -> int:
         """Return the seed of the transform on one data device."""
-        consumer = self.topology.rank + self.topology.size * index
+        consumer = self.rank + self.num_processes * index
         return derive_seed(self.seed, self.epoch, self.step, consumer)
 
     def random_of(self, index: int) -> RowRandom | None:

@@ -35,6 +35,9 @@ class Schema:
 
     def __post_init__(self) -> None:
         check_file_names(field.name for field in self.fields)
+
+    def check_values(self) -> None:
+        """Raise a SchemaError if the rows of a field can have a length but no values."""
         for field in self.fields:
             if field.num_variable and not field.item_bytes:
                 raise SchemaError(
@@ -55,7 +58,9 @@ class Schema:
             raise SchemaError(
                 f"the sample {short_repr(samples[0])} holds no tensor, array or number"
             )
-        return schema._with_declared(declared)
+        schema = schema._with_declared(declared)
+        schema.check_values()
+        return schema
 
     def _with_declared(self, declared: Declared) -> "Schema":
         """Return the schema with variable dimensions as declared.

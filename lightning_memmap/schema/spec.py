@@ -28,6 +28,7 @@ from lightning_memmap.schema.structure import (
 def check_schema(schema: Schema) -> None:
     """Raise a SchemaError if the values of a schema contradict each other."""
     _check_node(schema.structure, 0)
+    schema.check_values()
     nodes = list(schema.structure.walk())
     if len({(node.kind, node.name, node.keys) for _, node in nodes if node.name}) > MAX_CLASSES:
         raise SchemaError(f"the structure has more than {MAX_CLASSES} classes")

@@ -107,7 +107,8 @@ class Node(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
         function = change
         if self.kind == "records":
             function = lambda field: change(field.list_field).record_field  # noqa: E731
-        return replace(self, children=tuple(child.map_fields(function) for child in self.children))
+        children = [child.map_fields(function) for child in self.children]
+        return replace(self, children=tuple(children))
 
 
 NONE = Node("none")

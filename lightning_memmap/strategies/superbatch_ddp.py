@@ -126,7 +126,9 @@ class SuperBatchDDPStrategy(WeightedLoss, SeveralProcesses, DDPStrategy):
         return devices if self._root_holds_data else devices[1:]
 
     @override
-    def configure_ddp(self) -> None:
+    def model_to_device(self) -> None:
+        super().model_to_device()
+        # Before the states are synchronised, which Lightning does without DDP for evaluation, too.
         module: Any = self.module
         named = chain(module.named_parameters(), module.named_buffers())
         ignored = {name: tensor for name, tensor in named if tensor.dtype in _UNKNOWN_TO_NCCL}
@@ -136,6 +138,9 @@ class SuperBatchDDPStrategy(WeightedLoss, SeveralProcesses, DDPStrategy):
             for tensor in ignored.values():
                 tensor.data = tensor.data.contiguous()
                 broadcast(tensor, 0)
+
+    @override
+    def configure_ddp(self) -> None:
         self._wrap()
 
     def _wrap(self) -> None:
