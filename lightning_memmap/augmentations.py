@@ -9,6 +9,7 @@ some fields of a batch that is a dict and copy nothing else. Chain them with `Co
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -241,7 +242,7 @@ class ColorJitter:
         return {**batch, self.field: changed.to(image.dtype)}
 
 
-class _Mix:
+class _Mix(ABC):
     """Mixes each row with another row of the batch, and their targets by the same weight."""
 
     def __init__(
@@ -296,9 +297,9 @@ class _Mix:
         """Return the images of a batch, if they can be mixed."""
         return _image(self, batch, self.field)
 
+    @abstractmethod
     def _mixed(self, image: Tensor, other: Tensor, random: RowRandom) -> tuple[Tensor, Tensor]:
         """Mix images, and return the weight of the first ones, float32 of shape (B,)."""
-        raise NotImplementedError
 
 
 class MixUp(_Mix):

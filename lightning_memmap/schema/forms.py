@@ -1,5 +1,6 @@
 """The user's options for fields: layouts, windows, decoding, and declared variation."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from inspect import signature
@@ -30,7 +31,7 @@ class FetchedRows(Protocol):
         """Return a `lightning_memmap.loading.RowList` with one tensor or text per row."""
 
 
-class Layout:
+class Layout(ABC):
     """The form of variable-length rows in a batch: ``MemmapDataModule(layout={"field": layout})``.
 
     To add a layout, implement `batch` in a subclass and pass an instance of it.
@@ -39,7 +40,7 @@ class Layout:
     #: The name of this layout, as in ``layout={"audio": "pad"}``.
     name: ClassVar[str]
 
-    def check(self, field: Field) -> None:
+    def check(self, field: Field) -> None:  # noqa: B027  # Most layouts support every field.
         """Check that a batch can hold a field in this layout.
 
         Args:
@@ -53,9 +54,9 @@ class Layout:
         """Return the layout for the mask of records that may be None, if the records have this."""
         return self
 
+    @abstractmethod
     def batch(self, rows: FetchedRows) -> Any:
         """Convert the rows of one step to the value of the field in the batch."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,9 @@ def test_rank_that_dies_in_training_ends_all_processes(
     assert "Connection closed by peer" in outcome.report or "reset by peer" in outcome.report
 
 
-@pytest.mark.parametrize("nodes", [0, 1])
-@pytest.mark.parametrize("rank", [0, 1])
+# Without torchrun, rank 0 has started the other process, and ends it before it can report.
+@pytest.mark.parametrize(("rank", "nodes"), [(1, 0), (0, 1), (1, 1)])
 def test_rank_tells_the_others_why_it_failed(tmp_path: Path, rank: int, nodes: int) -> None:
-    if rank == 0 and not nodes:
-        pytest.skip("the first process kills the one that it has started")
     strategy = "memmap_pipeline" if nodes else "memmap_superbatch_ddp"
     outcome = launch_any(
         "failing.fail",
