@@ -231,7 +231,7 @@ def _noise(report: Report) -> Iterator[str]:
     cores = report.environment["cores"]
     if load > cores:
         yield (
-            f"the machine was busy, with a load of {load:.1f} on {cores} cores before the runs, so"
+            f"The machine was busy, with a load of {load:.1f} on {cores} cores before the runs, so"
             " these speeds are unreliable. Repeat when it is idle"
         )
     spread = max((max(result.rates) / min(result.rates) for result in report.measured), default=1.0)
