@@ -141,9 +141,6 @@ class SuperBatchDDPStrategy(WeightedLoss, SeveralProcesses, DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        self._wrap()
-
-    def _wrap(self) -> None:
         """Wrap the module in DDP for the parameters that are trainable now."""
         module: Any = self.module
         super().configure_ddp()
@@ -194,7 +191,7 @@ class SuperBatchDDPStrategy(WeightedLoss, SeveralProcesses, DDPStrategy):
         gc.collect()
         # Parameters are equal on all processes, and buffers may differ: broadcast nothing.
         with ddp_options(self, init_sync=False):
-            self._wrap()
+            self.configure_ddp()
         begin_static_graph(self)
 
     @override
