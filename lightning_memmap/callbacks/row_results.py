@@ -158,10 +158,7 @@ class RowResults(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Bring all results to the disk, because the run may be resumed from here."""
-        if self._stage == "train":
-            self._flush(trainer)
-            if self._part is not None:
-                self._part.sync()
+        self._write_all(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -226,8 +223,11 @@ class RowResults(L.Callback):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """Close the files, whose values a resumed run may need."""
-        self._close()
+        """Write all results and close the files, because a checkpoint may be saved after this."""
+        try:
+            self._write_all(trainer)
+        finally:
+            self._close()
 
     @override
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -295,6 +295,13 @@ class RowResults(L.Callback):
         # The first step shows errors at once.
         if is_full or self._part is None:
             self._flush(trainer)
+
+    def _write_all(self, trainer: L.Trainer) -> None:
+        """Bring the training results of all steps to the disk."""
+        if self._stage == "train":
+            self._flush(trainer)
+            if self._part is not None:
+                self._part.sync()
 
     def _flush(self, trainer: L.Trainer) -> None:
         """Write the values of pending steps."""

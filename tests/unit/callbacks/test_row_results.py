@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -68,6 +68,7 @@ def fit(
     results: RowResults,
     *,
     checkpoint: Path | None = None,
+    saves_on_exception: bool = False,
     max_epochs: int = 3,
     devices: int = 1,
     **options: Any,
@@ -76,6 +77,7 @@ def fit(
     savers: list[Any] = [
         ModelCheckpoint(path, "{step}", save_top_k=-1, every_n_train_steps=5),
         ModelCheckpoint(path, "end-{epoch}", save_top_k=-1, every_n_epochs=1),
+        *([OnExceptionCheckpoint(path, "stopped")] if saves_on_exception else []),
     ]
     trainer = make_trainer(
         path,
@@ -100,10 +102,15 @@ def assert_equal(results: Any, expected: Any) -> None:
         torch.testing.assert_close(results[name], value, rtol=0, atol=0, msg=name)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.*was called without a model", "ignore:.*no last checkpoint available"
+)
 @pytest.mark.parametrize(
     ("fails", "checkpoint"),
     [
         (7, "step=5"),  # Inside the first epoch.
+        (9, "stopped"),
+        (28, "stopped"),
         (28, "step=25"),  # Inside the second epoch.
         (16, "end-epoch=0"),
         (40, "step=20"),  # From an epoch that has been committed.
@@ -116,8 +123,9 @@ def test_resumed_run_has_the_results_of_one_that_never_ended(
 ) -> None:
     expected = uninterrupted(tmp_path / "whole")
     path = tmp_path / "ended"
+    results = RowResults(path / "results", KEYS)
     with pytest.raises(EndError):
-        fit(path, PerRow(fails), RowResults(path / "results", KEYS))
+        fit(path, PerRow(fails), results, saves_on_exception=checkpoint == "stopped")
     committed = fails // 15
     assert sorted(p.name for p in (path / "results").glob("epoch-*")) == [
         f"epoch-{epoch:06d}" for epoch in range(committed)
