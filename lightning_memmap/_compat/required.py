@@ -73,5 +73,5 @@ def missing(strategy: str, path: str, alternative: str) -> UnsupportedVersionErr
     return UnsupportedVersionError(
         f"strategy={strategy!r}: {package} {version(package)} has no"
         f" {path.replace(':', '.')}, which it needs; use {alternative}, or another version of"
-        f" {package} (docs/versions.md lists those tested)"
+        f" {package} (docs/tested.md lists those tested)"
     )

@@ -18,7 +18,7 @@
 ``--all`` first runs tests on GPUs: the loading of data and the contract of the strategies of one
 process, which on a single GPU have it twice; from two GPUs on, those of several processes, too.
 Then ``lightning-memmap compare`` trains the digits of the examples under ``--variants`` on at most
-two GPUs. Everything goes to one JSON file, and the tables to docs/gpu.md.
+two GPUs. Everything goes to one JSON file, and the tables to docs/tested.md.
 
 Without a GPU it says so and fails. On ``--device cpu``, and on the simulated devices of
 ``python -m tests.simulated_gpu --program tests/benchmarks/gpu.py --all --tiny``, it shows that it
@@ -225,13 +225,13 @@ def main() -> None:
     parser.add_argument("--tests", nargs="*", default=[], help="by default all for these GPUs")
     parser.add_argument("--variants", default="all", help="as compare takes them")
     parser.add_argument("--json", type=Path, help="with --all by default gpu.json")
-    parser.add_argument("--write", type=Path, help="with --all by default docs/gpu.md")
+    parser.add_argument("--write", type=Path, help="with --all by default docs/tested.md")
     parser.add_argument("--tiny", action="store_true", help="sizes that show that it runs")
     args = parser.parse_args()
     if args.all:
         args.only = ",".join(FIGURES)
         args.json = args.json or Path("gpu.json")
-        args.write = args.write or ROOT / "docs" / "gpu.md"
+        args.write = args.write or ROOT / "docs" / "tested.md"
     if args.tiny:
         args.mib, args.rounds, args.batch, args.width = 1, 1, 64, 4
     device = torch.device(args.device)

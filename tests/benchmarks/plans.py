@@ -12,7 +12,6 @@ ImageNet on average; they are decoded, and scaled as ``torchvision.transforms.Re
 
 import argparse
 import io
-import math
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -105,7 +104,7 @@ SETS = [
 def table(sets: list[KnownSet], folder: Path, clock: str) -> Iterator[str]:
     """The lines of the table, as they are measured."""
     heads = [f"{count} x {memory}, host {host}" for count, memory, host in MACHINES]
-    columns = ["", "rows", "bytes a row", "all rows", *heads, "building it", "rows/s", "rows read"]
+    columns = ["", "rows", "all rows", *heads, "building it", "from"]
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
     for known in sets:
@@ -116,19 +115,12 @@ def table(sets: list[KnownSet], folder: Path, clock: str) -> Iterator[str]:
         store = make_planned_manifest(trial.row_bytes, num_rows)
         cells = [
             f"{num_rows:,}",
-            f"{trial.row_bytes:,}",
             format_bytes(store.num_bytes),
             *(residency(trial, num_rows, *each) for each in MACHINES),
             format_duration(num_rows * trial.seconds / trial.trial_rows),
-            f"{rounded(trial.trial_rows / trial.seconds):,}",
             known.read,
         ]
         yield f"| {known.name} | {' | '.join(cells)} |"
-
-
-def rounded(rate: float) -> int:
-    """Round to two digits: runs differ by more."""
-    return int(round(rate, 1 - math.floor(math.log10(rate)))) if rate >= 10 else round(rate)
 
 
 def residency(trial: Trial, num_rows: int, count: int, memory: str, host: str) -> str:
@@ -157,7 +149,7 @@ def main() -> None:
             print(line, flush=True)
             lines.append(line)
     what = "processor time" if args.clock == "cpu" else "wall time"
-    lines += ["", f"Rates by {what}, without worker processes: {machine()}."]
+    lines += ["", f"Builds by {what}, without worker processes: {machine()}."]
     print(lines[-1])
     if args.write:
         before, start, rest = PAGE.read_text(encoding="utf-8").partition(START)

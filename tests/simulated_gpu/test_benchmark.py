@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_one_command_runs_everything_and_writes_both_files(tmp_path: Path) -> None:
-    page = Path(shutil.copy(ROOT / "docs" / "gpu.md", tmp_path))
+    page = Path(shutil.copy(ROOT / "docs" / "tested.md", tmp_path))
     answer = tmp_path / "gpu.json"
     done = run(
         ROOT / "tests" / "benchmarks" / "gpu.py",
