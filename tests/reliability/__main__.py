@@ -53,6 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
                     print(f"{case}: {fault.value}: {text}")
                     print(f"repeat: python -m tests.reliability --case {case}", flush=True)
     print(report.table())
+    for name, count in sorted(report.notes().items()):
+        print(f"{count:,} x {name}")
     if options.write:
         command = "python -m tests.reliability " + shlex.join(arguments or sys.argv[1:])
         report.write(options.write, command)

@@ -75,13 +75,17 @@ class Report:
             raise ValueError(f"{page} has no place for the table: {BEGIN!r} and {END!r}")
         before, rest = text.split(BEGIN)
         _, after = rest.split(END)
-        body = "\n\n".join([_circumstances(command), self.table(by_change=True), *self._remarks()])
+        body = f"{_circumstances(command)}\n\n{self.page_table()}"
         page.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}", encoding="utf-8")
 
-    def _remarks(self) -> list[str]:
-        notes = self.notes()
-        remarks = [f"{count:,} x {name}" for name, count in sorted(notes.items())]
-        return ["Counted besides: " + "; ".join(remarks) + "."] if remarks else []
+    def page_table(self) -> str:
+        """The table of the page, in Markdown: faults are named where there are any."""
+        names = [fault.value for fault in Fault]
+        lines = ["| kind | runs | faults |", "| --- | ---: | --- |"]
+        for title, runs, *counts, _ in self.rows(by_change=True):
+            faults = [f"{count} {name}" for count, name in zip(counts, names) if count != "0"]
+            lines.append(f"| {title} | {runs} | {', '.join(faults) or '0'} |")
+        return "\n".join(lines)
 
 
 def _circumstances(command: str) -> str:
@@ -91,8 +95,7 @@ def _circumstances(command: str) -> str:
     return (
         f"`{command}`, {datetime.now(timezone.utc):%Y-%m-%d}: {_processor()}, {psutil.cpu_count()}"
         f" cores, {memory:.0f} GiB; Linux {platform.release()}, Python"
-        f" {platform.python_version()}, {versions}. Times are those of all cases of a row, added"
-        " up."
+        f" {platform.python_version()}, {versions}."
     )
 
 

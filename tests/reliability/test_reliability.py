@@ -219,7 +219,7 @@ def test_report_counts_runs_and_faults_and_writes_them_between_the_marks(tmp_pat
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
-    assert "| 1,000 | 1 | 0 |" in text
+    assert "| 1,000 | 1 wrong rows |" in text
 
 
 def test_case_survives_its_text() -> None:
