@@ -83,7 +83,9 @@ class Report:
         names = [fault.value for fault in Fault]
         lines = ["| kind | runs | faults |", "| --- | ---: | --- |"]
         for title, runs, *counts, _ in self.rows(by_change=True):
-            faults = [f"{count} {name}" for count, name in zip(counts, names) if count != "0"]
+            faults = [
+                f"{count} {name}" for count, name in zip(counts, names, strict=True) if count != "0"
+            ]
             lines.append(f"| {title} | {runs} | {', '.join(faults) or '0'} |")
         return "\n".join(lines)
 
