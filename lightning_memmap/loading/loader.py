@@ -96,7 +96,7 @@ class SuperBatchLoader:
         self._weigh = weigh
         self._trainer_progress = progress
         self._epoch = 0
-        self._progress = LoaderProgress(self._state_at_start(), progress)
+        self._progress = LoaderProgress(self._state_at_start(), progress, self.delivered)
         self._renew_rows = renew_rows
         self._skip_steps = skip_steps
         self._skipped_before = skipped or SkippedSteps()
@@ -304,15 +304,17 @@ class SuperBatchLoader:
         # Lazy up to the first next(): Lightning calls iter() before it sets the epoch and loads the
         # state.
         if self.prefetch:
-            return prefetched(
-                self._steps(), self.device, self.data_devices, self.prefetch, self._deliver
-            )
+            deliver = self._progress.deliver
+            return prefetched(self._steps(), self.device, self.data_devices, self.prefetch, deliver)
         return self._delivered_steps()
 
     def _delivered_steps(self) -> Iterator[Any]:
+        device = self.device
+        assemble = self._collator.assemble
+        deliver = self._progress.deliver
         for super_batch in self._steps():
-            item = super_batch if self.device is None else super_batch.to(self.device)
-            self._deliver(super_batch)
+            item = super_batch if device is None else assemble(super_batch, device)
+            deliver(super_batch)
             # Drop the reference, so that its memory can be reused for the next one.
             del super_batch
             yield item
@@ -349,13 +351,8 @@ class SuperBatchLoader:
         skipped = self.skipped.of_epoch(epoch, self.order.num_positions)
         return replace(self._whole_epoch, start=start, skipped=skipped)
 
-    def _deliver(self, super_batch: SuperBatch) -> None:
-        """Count a step as delivered."""
-        self.delivered.add(super_batch.num_rows, super_batch.weight)
-        self._progress.deliver()
-
     def _steps(self) -> Iterator[SuperBatch]:
-        """Yield the steps of the epoch. Each counts as delivered once `_deliver` is called."""
+        """Yield the steps of the epoch, none of which counts as delivered yet."""
         rows = None if self._renew_rows is None else self._renew_rows()
         if rows is not None and rows is not self._rows:
             self._serve(rows)
@@ -363,7 +360,6 @@ class SuperBatchLoader:
             raise released_error()
         start = self._start()
         self._progress.begin(start)
-        self.delivered.begin_epoch()
         with closing(ExitStack()) as stack:
             # close() does not receive the error that ends this generator. In Python 3.10, a context
             # manager keeps the error, and so this frame and the rows, until the next collection.
@@ -377,9 +373,7 @@ class SuperBatchLoader:
             if self._rows.images is not None:
                 decoded = self._rows.images.decoded(fetched, self.order, self.seed)
                 fetched = stack.enter_context(closing(decoded))
-            for rows_of_steps in fetched:
-                yield from self._super_batches(rows_of_steps)
-                del rows_of_steps
+            yield from chain.from_iterable(map(self._super_batches, fetched))
 
     def _super_batches(self, fetched: Fetched) -> Iterator[SuperBatch]:
         """Yield the super-batches of some steps."""
@@ -411,13 +405,9 @@ class SuperBatchLoader:
                     num_processes,
                     rows_random,
                 )
-            leaves = [*leaves_of_steps.pop()]
-            batches = [
-                collator.collate(leaves.pop(0), device, index, seeds)
-                for index, device in enumerate(devices)
-            ]
+            batches = collator.collate(leaves_of_steps.pop(), devices, seeds)
             super_batch = SuperBatch(devices, num_rows, weight, first, collator, batches, seeds)
-            del leaves, batches
+            del batches
             start = stop
             first = (first + num_rows) % len(devices)
             yield super_batch
@@ -471,7 +461,7 @@ def _row_weights(lengths: Sequence[int], sizes: Sequence[int]) -> list[StepWeigh
     pairs = [*zip(lengths, sizes, strict=True)]
     # Most steps have the same weight.
     weights = {pair: StepWeight(*pair) for pair in {*pairs}}
-    return [weights[pair] for pair in pairs]
+    return [*map(weights.__getitem__, pairs)]
 
 
 class RowsByStep(Sequence[list[int]]):

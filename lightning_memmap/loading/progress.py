@@ -5,6 +5,8 @@ from typing import TypeAlias
 
 from lightning_memmap._compat.progress import Delivery, FitPosition, TrainerProgress
 from lightning_memmap.loading.state import LoaderState
+from lightning_memmap.loading.step_weight import DeliveredSteps
+from lightning_memmap.loading.super_batch import SuperBatch
 
 #: Computes the state after a number of steps of an epoch that began in a state.
 StateAfter: TypeAlias = Callable[[LoaderState, int], LoaderState]
@@ -17,10 +19,14 @@ class LoaderProgress:
         start: The state before the first step.
         trainer: Counts which of the delivered steps the Trainer's weights were trained on; None
             without a Trainer.
+        weights: Receives the weight of each delivered step.
     """
 
-    def __init__(self, start: LoaderState, trainer: TrainerProgress | None) -> None:
+    def __init__(
+        self, start: LoaderState, trainer: TrainerProgress | None, weights: DeliveredSteps
+    ) -> None:
         self._trainer = trainer
+        self._weights = weights
         #: The state in which the epoch began, or was resumed.
         self._start = start
         #: The steps of the epoch that were delivered, and the Trainer's counters at the last one.
@@ -60,9 +66,11 @@ class LoaderProgress:
         self._start = start
         self._delivered = start.steps, None
         self._loaded = None
+        self._weights.begin_epoch()
 
-    def deliver(self) -> None:
+    def deliver(self, super_batch: SuperBatch) -> None:
         """Count one more step as delivered."""
+        self._weights.add((super_batch.num_rows, super_batch.weight))
         counters = None if self._trainer is None else self._trainer.delivery()
         # A single assignment, because a signal handler may save a checkpoint at any time.
         self._delivered = self._delivered[0] + 1, counters

@@ -79,7 +79,7 @@ class Fetched:
         for receiver, (leaves, device) in enumerate(zip(self.leaves, self.devices, strict=True)):
             leaves.append(send(rows[self.rows_of(receiver)].contiguous(), device))
 
-    def by_step(self) -> list[Sequence[Sequence[Leaf]]]:
+    def by_step(self) -> list[list[Sequence[Leaf]]]:
         """Split the leaves by step and receiver, last step first, and drop them here."""
         bounds = [0, *accumulate(self.steps.lengths)]
         count = len(self.devices)
@@ -90,11 +90,9 @@ class Fetched:
             sizes = [stop - previous for previous, stop in pairwise(stops)]
             split = (leaf.split_with_sizes(sizes) for leaf in leaves)
             steps_by_receiver.append(zip(*split, strict=True))
-        steps: list[Sequence[Sequence[Leaf]]] = [*zip(*steps_by_receiver, strict=True)]
         self.leaves = []
-        if count > 1:
-            steps = [share_widths(step) for step in steps]
-        return steps[::-1]
+        of_step = list if count == 1 else share_widths
+        return [*map(of_step, zip(*steps_by_receiver, strict=True))][::-1]
 
 
 def in_order(

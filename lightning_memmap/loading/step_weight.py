@@ -85,15 +85,13 @@ class DeliveredSteps:
         # The rows of each batch, and the weight of its loss.
         self._pending: deque[tuple[int, StepWeight]] = deque(maxlen=_MAX_PENDING)
         self._discarded: list[tuple[int, StepWeight]] = []
+        #: Notes the rows and the weight of a batch as delivered.
+        self.add = self._pending.append
 
     def begin_epoch(self) -> None:
         """Discard what an earlier epoch delivered in excess."""
         self._discarded = [*self._pending]
         self._pending.clear()
-
-    def add(self, num_rows: int, weight: StepWeight) -> None:
-        """Note a batch as delivered."""
-        self._pending.append((num_rows, weight))
 
     def take(self) -> tuple[int, StepWeight, bool] | None:
         """Return the earliest batch, which the Trainer trains on next, and forget it.

@@ -84,14 +84,13 @@ class Collator(ABC):
 
     @abstractmethod
     def collate(
-        self, leaves: Leaves, device: torch.device, index: int, seeds: StepSeeds | None
-    ) -> Any:
-        """Make the batch of one data device.
+        self, leaves: list[Leaves], devices: Sequence[torch.device], seeds: StepSeeds | None
+    ) -> list[Any]:
+        """Make the batch of each data device.
 
         Args:
-            leaves: The fetched rows.
-            device: The data device.
-            index: The index of the data device.
+            leaves: The fetched rows by data device. Removed one by one, to free what is copied.
+            devices: The data devices.
             seeds: The random numbers of the step; None without a transform.
         """
 
@@ -128,12 +127,16 @@ class DeviceCollator(Collator):
 
     @override
     def collate(
-        self, leaves: Leaves, device: torch.device, index: int, seeds: StepSeeds | None
-    ) -> Any:
-        batch = self._collate(leaves)
-        del leaves  # Free the rows that were copied into the batch.
+        self, leaves: list[Leaves], devices: Sequence[torch.device], seeds: StepSeeds | None
+    ) -> list[Any]:
         assert seeds is not None
-        return self._transformed(batch, device, index, seeds.seed_of(index), seeds.random_of(index))
+        batches = list[Any]()
+        for index, device in enumerate(devices):
+            batch = self._collate(leaves.pop(0))
+            random = seeds.random_of(index)
+            batch = self._transformed(batch, device, index, seeds.seed_of(index), random)
+            batches.append(batch)
+        return batches
 
     @override
     def assemble(self, super_batch: "SuperBatch", device: torch.device) -> Any:
@@ -157,9 +160,12 @@ class SuperBatchCollator(Collator):
 
     @override
     def collate(
-        self, leaves: Leaves, device: torch.device, index: int, seeds: StepSeeds | None
-    ) -> Any:
-        return self._collate(leaves)
+        self, leaves: list[Leaves], devices: Sequence[torch.device], seeds: StepSeeds | None
+    ) -> list[Any]:
+        batches = list[Any]()
+        while leaves:
+            batches.append(self._collate(leaves.pop(0)))
+        return batches
 
     @override
     def assemble(self, super_batch: "SuperBatch", device: torch.device) -> Any:
