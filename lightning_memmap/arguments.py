@@ -1,10 +1,10 @@
 """Command-line parsers with errors of one line that suggest the nearest name."""
 
+import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import shorten
@@ -21,11 +21,12 @@ from lightning_memmap._compat.parsers import commands_of, known_classes, option_
 from lightning_memmap.errors import DatasetError, MemmapError, nearest, nearest_file
 from lightning_memmap.tables import printable
 
-_CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 #: Encloses the error of a parser within a parser, which is shown without the errors around it.
 _INNER = "\x1f"
-#: Words of the user: arguments, and the keys and strings of config files.
-_WRITTEN: ContextVar[frozenset[str]] = ContextVar("written", default=frozenset())
+#: Words of jsonargparse's messages that a user may have misspelt: options and keys, classes, files.
+_OPTION = re.compile(r"(?P<dashes>--)(?P<name>[\w.]+)|'(?P<key>[\w.]+)'")
+_CLASS = re.compile(r"(?:class_path'?:? '|Given value: |string: )([\w.]+)\b(?!\()")
+_CONFIG_FILE = re.compile(r"[^\s'\"]+\.(?:yaml|yml|json)\b")
 #: The options of a fit that set its config, or a part of it.
 _CONFIG_OPTIONS = (
     "config", "seed_everything", "model", "data", "trainer", "optimizer", "lr_scheduler",
@@ -47,21 +48,14 @@ class BriefParser(ArgumentParser):
         words = sys.argv[1:] if argv is None else argv
         commands = commands_of(self)
         self._parser = commands.get(next(filter(commands.__contains__, words), ""), self)
-        token = _WRITTEN.set(frozenset(_written_words(words)))
-        try:
-            return super().parse_args(*args, **kwargs)
-        finally:
-            _WRITTEN.reset(token)
+        return super().parse_args(*args, **kwargs)
 
     def parse_config(self, config: Any) -> Any:
         """Parse a config that is a dict of values."""
-        token = _WRITTEN.set(frozenset(_strings_in(config)))
         try:
             return self.parse_object(config)
         except ArgumentError as error:
             raise ValueError(f"config: {brief_reason(str(error))}") from error
-        finally:
-            _WRITTEN.reset(token)
 
     @override
     def instantiate(self, *args: Any, **kwargs: Any) -> Any:
@@ -192,27 +186,26 @@ def brief_reason(message: str) -> str:
 
 
 def _suggest(message: str, parser: ArgumentParser, is_value: bool) -> str:
-    """Find the nearest option, class or file to a word of a message that the user wrote."""
-    written = _WRITTEN.get()
-    for word in sorted(written):
-        is_config = word.endswith(_CONFIG_SUFFIXES) and Path(word).name in message
-        if is_config and not Path(word).exists():
-            return nearest_file(word)
-    letters = (letter if letter.isalnum() or letter in "._-" else " " for letter in message)
-    words = [word.strip(".-") for word in "".join(letters).split()]
-    for word in words:
-        if written.issuperset(word.split(".")):
-            near = _nearest_class(word, parser) if is_value else _nearest_option(word, parser)
-            if near:
-                return near
-    return ""
+    """Find the nearest file, class or option to a word of a message."""
+    for path in map(Path, _CONFIG_FILE.findall(message)):
+        if not path.exists():
+            return nearest_file(path)
+    if is_value:
+        suggestions = (_nearest_class(word, parser) for word in _CLASS.findall(message))
+    else:
+        suggestions = (
+            _nearest_option(word["name"] or word["key"], parser, word["dashes"] or "")
+            for word in _OPTION.finditer(message)
+        )
+    return next(filter(None, suggestions), "")
 
 
-def _nearest_option(word: str, parser: ArgumentParser) -> str:
+def _nearest_option(word: str, parser: ArgumentParser, dashes: str) -> str:
     names = [*option_names(parser), *commands_of(parser), "class_path", "init_args"]
     if word in names:
         return ""
-    return nearest(word, names) or nearest(word.partition(".")[0], names)
+    nearest_names = (nearest(name, names, dashes.__add__) for name in (word, word.split(".")[0]))
+    return next(filter(None, nearest_names), "")
 
 
 def _nearest_class(word: str, parser: ArgumentParser) -> str:
@@ -225,29 +218,3 @@ def _nearest_class(word: str, parser: ArgumentParser) -> str:
         # The right class in the wrong module.
         return "" if word == paths[name] else nearest(name, [name], paths.__getitem__)
     return nearest(name, [*paths, *(member for member in members if member[:1].isupper())])
-
-
-def _written_words(args: Iterable[Any]) -> Iterator[str]:
-    """Yield what the user wrote: arguments, and the keys and strings of config files."""
-    for arg in args:
-        for word in str(arg).lstrip("-").split("=", 1):
-            yield word
-            yield from word.split(".")
-            if word.endswith(_CONFIG_SUFFIXES) and Path(word).is_file():
-                try:
-                    yield from _strings_in(yaml.safe_load(Path(word).read_text(encoding="utf-8")))
-                except (OSError, ValueError, yaml.YAMLError, RecursionError):
-                    continue
-
-
-def _strings_in(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        for key, child in value.items():
-            yield from _strings_in(key)
-            yield from _strings_in(child)
-    elif isinstance(value, list):
-        for child in value:
-            yield from _strings_in(child)
-    elif isinstance(value, str):
-        yield value
-        yield from value.split(".")

@@ -5,6 +5,9 @@ Every other run reads that file after its own last step. Before the first step, 
 Tensors are read one at a time, from a memory-mapped file.
 """
 
+import errno
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,21 @@ def digest_weights(weights: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Write the weights to a file, in place of its earlier content."""
+    """Write the weights to a file, in place of its earlier content.
+
+    Raises:
+        OSError: The disk has not enough space. The file isn't changed.
+    """
+    num_bytes = sum(weight.nbytes for weight in weights.values())
+    replaced_bytes = path.stat().st_size if path.exists() else 0
+    free_bytes = shutil.disk_usage(path.parent).free + replaced_bytes
+    if num_bytes > free_bytes:
+        raise OSError(
+            errno.ENOSPC,
+            f"{os.strerror(errno.ENOSPC)}: the weights of the reference need {num_bytes} bytes, and"
+            f" {free_bytes} are free. Free disk space, or set --out to a folder on a larger disk",
+            str(path),
+        )
     tensors = {}
     for name, weight in weights.items():
         tensor = weight.detach().cpu()

@@ -137,14 +137,14 @@ def test_misspelt_name_in_a_config_suggests_the_nearest(
     ("arguments", "words"),
     [
         (["comapre"], "'compare'"),
-        (["fit", "--trainer.max_epochz", "3"], "'trainer.max_epochs'"),
+        (["fit", "--trainer.max_epochz", "3"], "'--trainer.max_epochs'"),
         (["store", "bild"], "'build'"),
-        (["compare", "--repeat_s", "3"], "'repeats'"),
+        (["compare", "--repeat_s", "3"], "'--repeats'"),
         # Nor is the beginning of a name taken for the name.
-        (["compare", "--config", "x.yaml", "--variant", "auto"], "'variants'"),
-        (["compare", "--var", "auto"], "'variants'"),
-        (["fit", "--trainer.max_ep", "3"], "'trainer.max_epochs'"),
-        (["store", "build", "x", "--num_w", "2"], "'num_workers'"),
+        (["compare", "--config", "x.yaml", "--variant", "auto"], "'--variants'"),
+        (["compare", "--var", "auto"], "'--variants'"),
+        (["fit", "--trainer.max_ep", "3"], "'--trainer.max_epochs'"),
+        (["store", "build", "x", "--num_w", "2"], "'--num_workers'"),
         (["store", "build", "x", "--dataset", "ColumnDatase"], "'ColumnDataset'"),
     ],
 )

@@ -1,5 +1,7 @@
 """Parity: which differences are found, and which are not a variant's fault."""
 
+import errno
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from math import nan
@@ -126,6 +128,23 @@ def test_frozen_parameter_is_found_however_small_it_is(checks: Checks, frozen: s
     assert parity.holds is False
     assert parity.problems[0].endswith("in the reference: bias")
     assert find(reference, reference).holds is True
+
+
+def test_weights_that_do_not_fit_on_the_disk_raise_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "weights.pt"
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=399))
+    with pytest.raises(OSError, match=r"\b400\b.*\b399\b") as raised:
+        save_weights({"weight": torch.ones(100)}, path)
+    assert raised.value.errno == errno.ENOSPC
+    assert raised.value.filename == str(path)
+    assert not path.exists()
+    # The content that is replaced makes room.
+    save_weights({"weight": torch.zeros(90)}, path)
+    save_weights({"weight": torch.ones(100)}, path)
+    assert torch.load(path)["weight"].sum() == 100
 
 
 def test_views_are_saved_without_the_rest_of_their_memory(tmp_path: Path) -> None:
