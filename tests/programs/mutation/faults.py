@@ -1,0 +1,918 @@
+"""The faults that the tests must find: small slips, each in one place of the package."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+#: The root of the repository.
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGE = "lightning_memmap"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A replacement of one text in one file of the package.
+
+    Args:
+        path: The file, relative to the package.
+        slip: What is wrong with the code after the replacement.
+        old: The text that is replaced. It occurs once in the file.
+        new: The text in its place.
+        tests: Files of tests, or ids of tests, that should find the fault.
+        slow: Whether slow tests are among them.
+    """
+
+    path: str
+    slip: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    slow: bool = False
+
+    @property
+    def room(self) -> str:
+        """The folder of the package that the fault is in."""
+        return self.path.partition("/")[0]
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}: {self.slip}"
+
+
+_SAMPLING = [
+    Fault(
+        "sampling/permutations.py",
+        "the permutation ignores the epoch",
+        "key = np.array([seed, epoch], np.uint64)",
+        "key = np.array([seed, 0], np.uint64)",
+        ("tests/unit/sampling/test_sampler.py",),
+    ),
+    Fault(
+        "sampling/permutations.py",
+        "shards with one row less are not told apart",
+        "keys[sizes < largest, -1] = np.iinfo(np.uint64).max",
+        "keys[sizes > largest, -1] = np.iinfo(np.uint64).max",
+        ("tests/unit/sampling/test_sampler.py",),
+    ),
+    Fault(
+        "sampling/sampler.py",
+        "a range of positions begins with the first shard",
+        "skip = (positions[0] - start * num_shards) // step",
+        "skip = 0",
+        ("tests/unit/sampling/test_sampler.py", "tests/unit/loading/test_loader.py"),
+    ),
+    Fault(
+        "sampling/sampler.py",
+        "the block size is missing in the identity of an order",
+        'if item.init and item.name != "num_samples"]',
+        'if item.init and item.name not in ("num_samples", "shuffle_block")]',
+        (
+            "tests/unit/sampling/test_contract.py",
+            "tests/unit/loading/test_state.py",
+            "tests/unit/loading/test_loader.py",
+        ),
+    ),
+    Fault(
+        "sampling/schedule.py",
+        "an odd tail in two steps loses a row",
+        "(shared - shared // 2, shared // 2)",
+        "(shared // 2, shared // 2)",
+        ("tests/unit/sampling/test_sampler.py", "tests/unit/loading/test_loader.py"),
+    ),
+    Fault(
+        "sampling/schedule.py",
+        "two ranges of skipped steps that touch are not merged",
+        "if merged and start <= merged[-1][1]:",
+        "if merged and start < merged[-1][1]:",
+        ("tests/unit/sampling/test_skipped_steps.py",),
+    ),
+    Fault(
+        "sampling/weighted.py",
+        "frequent classes are drawn more often",
+        "values = 1 / counts[classes]",
+        "values = counts[classes]",
+        ("tests/unit/test_weighted_data.py", "tests/unit/sampling/test_weighted.py"),
+    ),
+    Fault(
+        "sampling/bucketed.py",
+        "rows are sorted by section within length",
+        "np.lexsort((lengths, sections))",
+        "np.lexsort((sections, lengths))",
+        ("tests/unit/sampling/test_bucketed.py",),
+    ),
+    Fault(
+        "sampling/mixture.py",
+        "the rest of a share goes to the smallest fraction",
+        "np.argsort(rounded - numbers",
+        "np.argsort(numbers - rounded",
+        ("tests/unit/test_mixture.py", "tests/unit/sampling/test_worked_examples.py"),
+        slow=True,
+    ),
+    Fault(
+        "sampling/mixture.py",
+        "a small training set is read from its start in each epoch",
+        "past_points = epoch * integer_part",
+        "past_points = integer_part",
+        ("tests/unit/test_mixture.py", "tests/unit/sampling/test_worked_examples.py"),
+        slow=True,
+    ),
+    Fault(
+        "sampling/curriculum.py",
+        "the first stage lasts forever",
+        "if start <= epoch][-1]",
+        "if start <= epoch][0]",
+        ("tests/unit/test_curriculum.py", "tests/unit/sampling/test_worked_examples.py"),
+        slow=True,
+    ),
+    Fault(
+        "sampling/rows.py",
+        "20,000 rows still make 24 shards",
+        "num_rows >= _MANY_ROWS",
+        "num_rows > _MANY_ROWS",
+        ("tests/unit/sampling", "tests/unit/store/test_build.py"),
+    ),
+    Fault(
+        "sampling/rows.py",
+        "the last window of a series is lost",
+        "(self.steps.array - self.length) // self.stride + 1)",
+        "(self.steps.array - self.length) // self.stride)",
+        ("tests/unit/sampling/test_windows.py",),
+    ),
+    Fault(
+        "sampling/selection.py",
+        "folds are stratified by the random keys, not by the field",
+        'keys.append(self._values("stratify", self.stratify, fields))',
+        'keys.insert(0, self._values("stratify", self.stratify, fields))',
+        ("tests/unit/sampling/test_selection.py", "tests/unit/test_folds.py"),
+    ),
+    Fault(
+        "sampling/pool.py",
+        "rows that two stages of a curriculum share are held twice",
+        "distinct(np.concatenate([base.base_index_of(pool, shard) for pool in pools]))",
+        "np.sort(np.concatenate([base.base_index_of(pool, shard) for pool in pools]))",
+        ("tests/unit/test_curriculum.py", "tests/unit/sampling/test_worked_examples.py"),
+        slow=True,
+    ),
+]
+_PACKING = [
+    Fault(
+        "sampling/packing.py",
+        "each epoch draws the same documents of a mixture",
+        "position = epoch * remaining",
+        "position = 0",
+        ("tests/unit/sampling/test_packed.py",),
+    ),
+    Fault(
+        "sampling/packing.py",
+        "a pack has one document more than max_documents",
+        "room.close(counts[windows, pack] >= max_documents",
+        "room.close(counts[windows, pack] > max_documents",
+        ("tests/unit/sampling/test_packed.py",),
+    ),
+    Fault(
+        "sampling/packed.py",
+        "the first token of a document counts as a target",
+        "targets = np.maximum(0, lengths - 1)",
+        "targets = np.maximum(0, lengths)",
+        ("tests/unit/sampling/test_packed.py", "tests/unit/loading/test_packed_weights.py"),
+    ),
+    Fault(
+        "loading/packing.py",
+        "the last token of a document predicts the next document",
+        "(tokens + 1 < stop) & ~is_padding",
+        "(tokens < stop) & ~is_padding",
+        ("tests/unit/loading/test_packed.py", "tests/unit/loading/test_packed_attention.py"),
+    ),
+    Fault(
+        "loading/packing.py",
+        "documents of a pack attend to each other",
+        "mask = ids[:, None, :, None] == ids[:, None, None, :]",
+        "mask = (ids[:, None, :, None] >= 0) & (ids[:, None, None, :] >= 0)",
+        ("tests/unit/loading/test_packed_attention.py", "tests/unit/loading/test_packed.py"),
+    ),
+    Fault(
+        "loading/packed_rows.py",
+        "bounds of documents are those of the whole batch",
+        "stops[pack, column + 1] = self.documents.lengths",
+        "stops[pack, column] = self.documents.lengths",
+        ("tests/unit/loading/test_packed.py",),
+    ),
+]
+_SCHEMA = [
+    Fault(
+        "schema/structure.py",
+        "values of a dict are taken in the order of its keys",
+        "if tuple(keys) == node.keys:",
+        "if set(keys) == set(node.keys):",
+        ("tests/unit/schema",),
+    ),
+    Fault(
+        "schema/stack.py",
+        "the bytes of a text are counted as characters",
+        '(joined := "".join(texts)).isascii()',
+        '(joined := "".join(texts)) is not None',
+        ("tests/unit/schema", "tests/unit/store/test_variable.py"),
+    ),
+    Fault(
+        "schema/infer.py",
+        "only the first dimension that differs is variable",
+        "count = len(is_variable) - is_variable[::-1].index(True)",
+        "count = is_variable.index(True) + 1",
+        ("tests/unit/schema", "tests/unit/store/test_samples.py"),
+    ),
+    Fault(
+        "schema/held.py",
+        "views of one buffer are not recognised",
+        "self.is_shared = not are_distinct or self._overlap(mutable.pop(), compared)",
+        "self.is_shared = not are_distinct",
+        ("tests/unit/store/test_reused_buffers.py",),
+    ),
+    Fault(
+        "schema/held.py",
+        "overlaps are only looked for between neighbours",
+        'order = np.argsort(starts, kind="stable")',
+        "order = np.arange(len(starts))",
+        ("tests/unit/store/test_reused_buffers.py",),
+    ),
+    Fault(
+        "schema/forms.py",
+        "a mask is padded with the value of its field",
+        "return replace(self, value=0)",
+        "return self",
+        (
+            "tests/unit/loading/test_records.py",
+            "tests/unit/loading/test_nested.py",
+            "tests/unit/loading/test_variable.py",
+            "tests/unit/schema",
+        ),
+    ),
+    Fault(
+        "schema/stack.py",
+        "arrays of another shape are stacked",
+        "if dtype != field.dtype or not field.admits(shape) or field.kind != kind:",
+        "if dtype != field.dtype or field.kind != kind:",
+        ("tests/unit/schema", "tests/unit/store/test_samples.py"),
+    ),
+]
+_STORE = [
+    Fault(
+        "store/directory.py",
+        "the lock of a directory is shared",
+        "fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)",
+        ("tests/unit/store/test_concurrency.py", "tests/unit/store/test_table.py"),
+        slow=True,
+    ),
+    Fault(
+        "store/directory.py",
+        "the parts of an unfinished build are removed as left-overs",
+        "elif not any(is_there(path / key) for key in (KEY, PARTS)):",
+        "elif not is_there(path / KEY):",
+        ("tests/unit/store/test_parts.py",),
+        slow=True,
+    ),
+    Fault(
+        "store/directory.py",
+        "the generation is committed before it is on the disk",
+        "        sync_path(self.files(manifest))\n",
+        "",
+        ("tests/unit/store/test_crash.py",),
+        slow=True,
+    ),
+    Fault(
+        "store/journal.py",
+        "rows that were written and not synced count as stored",
+        "for rows_written in self._where(WRITTEN) if num_bytes else ():",
+        "for rows_written in ():",
+        ("tests/unit/store/test_building.py", "tests/unit/store/test_crash.py"),
+        slow=True,
+    ),
+    Fault(
+        "store/building.py",
+        "rows are marked as stored before they are synced",
+        "self.journal.mark(rows, WRITTEN)",
+        "self.journal.mark(rows, KEPT)",
+        ("tests/unit/store/test_building.py", "tests/unit/store/test_crash.py"),
+        slow=True,
+    ),
+    Fault(
+        "store/building.py",
+        "the probes of a finished store are not compared",
+        "            if digest(row) != expected:\n                names",
+        "            if False:\n                names",
+        ("tests/unit/store/test_building.py", "tests/unit/store/test_build.py"),
+    ),
+    Fault(
+        "store/writing.py",
+        "a dataset whose rows change is stored",
+        "if hash_row(leaves) != expected:",
+        "if False:",
+        (
+            "tests/unit/store/test_build.py",
+            "tests/unit/store/test_building.py",
+            "tests/unit/store/test_recognition.py",
+        ),
+    ),
+    Fault(
+        "store/append.py",
+        "the old rows are copied without their checksums",
+        "store.check_bytes(request.show, num_threads=max(2, num_workers))",
+        "pass",
+        ("tests/unit/store/test_append.py",),
+        slow=True,
+    ),
+    Fault(
+        "store/append.py",
+        "classes of new rows are not compared with those of the store",
+        "if one != other:",
+        "if False:",
+        ("tests/unit/store/test_append.py",),
+        slow=True,
+    ),
+    Fault(
+        "store/identity.py",
+        "a file that was changed in place is taken for the old one",
+        '{state.st_size} bytes, {state.st_mtime_ns} ns"',
+        '{state.st_size} bytes"',
+        ("tests/unit/store/test_fingerprint.py",),
+    ),
+    Fault(
+        "store/columns.py",
+        "a shard's index begins after its first row",
+        "end = np.int64(sum(self.shard_items[:shard]))",
+        "end = np.int64(sum(self.shard_items[: shard + 1]))",
+        ("tests/unit/store/test_remote_cache.py", "tests/unit/store/test_remote_http.py"),
+    ),
+    Fault(
+        "store/columns.py",
+        "the index begins anew with each block of rows",
+        "packed[:, 0] += end",
+        "pass",
+        ("tests/unit/store/test_variable.py", "tests/unit/store/test_build.py"),
+    ),
+    Fault(
+        "store/files.py",
+        "links are followed",
+        "SAFE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK",
+        "SAFE_FLAGS = os.O_NONBLOCK",
+        ("tests/unit/store/test_open.py", "tests/unit/store/test_checksums.py"),
+    ),
+    Fault(
+        "store/checksums.py",
+        "a damaged chunk is told for the shard before",
+        'file.edges[index], side="right")) - 1',
+        'file.edges[index], side="left")) - 1',
+        ("tests/unit/store/test_checksums.py",),
+    ),
+    Fault(
+        "store/manifest.py",
+        "a manifest whose digest differs is read",
+        "if sign(body) != data:",
+        "if False:",
+        ("tests/unit/store/test_open.py",),
+    ),
+    Fault(
+        "store/recognition.py",
+        "a dataset of other rows is taken for that of the store",
+        "for values in _as_stored(store, read)]) != expected:",
+        "for values in _as_stored(store, read)]) == b'':",
+        ("tests/unit/store/test_recognition.py", "tests/unit/store/test_build.py"),
+    ),
+    Fault(
+        "store/growing.py",
+        "a reader does not wait for all of its rows",
+        "bool(self.present.take(rows).all())",
+        "bool(self.present.take(rows).any())",
+        ("tests/unit/store/test_growing.py",),
+    ),
+    Fault(
+        "store/remote/shards.py",
+        "downloaded bytes are not compared with their checksum",
+        "if digest.digest() == chunk.checksum:",
+        "if True:",
+        ("tests/unit/store/test_remote_cache.py", "tests/unit/store/test_remote_http.py"),
+    ),
+    Fault(
+        "store/remote/cache.py",
+        "the version that was used last is evicted first",
+        "key=lambda path: path.lstat().st_mtime)",
+        "key=lambda path: -path.lstat().st_mtime)",
+        ("tests/unit/store/test_remote_cache.py",),
+    ),
+    Fault(
+        "store/remote/cache.py",
+        "reserved bytes do not count towards the limit",
+        "total_bytes = cached_bytes + reserved_bytes",
+        "total_bytes = cached_bytes",
+        ("tests/unit/store/test_remote_cache.py",),
+    ),
+    Fault(
+        "store/remote/transfer.py",
+        "a push replaces what another process has pushed meanwhile",
+        "if remote.read_if_there(MANIFEST, MAX_MANIFEST_BYTES) != before:",
+        "if False:",
+        ("tests/unit/store/test_remote.py",),
+        slow=True,
+    ),
+]
+_LOADING = [
+    Fault(
+        "loading/loader.py",
+        "a process serves the positions of another one after an uneven step",
+        "range(start + (self._topology.rank - start) % size, stop, size)",
+        "range(start + self._topology.rank, stop, size)",
+        ("tests/unit/loading/test_loader.py",),
+    ),
+    Fault(
+        "loading/loader.py",
+        "skipped steps are delivered",
+        "return replace(self._whole_epoch, start=start, skipped=skipped)",
+        "return replace(self._whole_epoch, start=start)",
+        (
+            "tests/unit/loading/test_loader.py",
+            "tests/unit/data/test_resume.py",
+            "tests/parity/test_skipped_steps.py",
+        ),
+    ),
+    Fault(
+        "loading/loader.py",
+        "an epoch is resumed in another order of rows",
+        "difference = difference or difference_of(saved.sampler, now.sampler)",
+        "pass",
+        ("tests/unit/loading/test_loader.py", "tests/unit/loading/test_state.py"),
+    ),
+    Fault(
+        "loading/loader.py",
+        "each step begins with the same data device",
+        "first = (first + num_rows) % len(devices)",
+        "first = fetched.first",
+        ("tests/unit/loading/test_loader.py", "tests/unit/loading/test_worked_examples.py"),
+    ),
+    Fault(
+        "loading/progress.py",
+        "steps that were fetched ahead count as trained",
+        "state = state_after(start, num_steps - num_untrained)",
+        "state = state_after(start, num_steps)",
+        ("tests/parity/test_resume.py", "tests/parity/test_interrupts.py"),
+    ),
+    Fault(
+        "loading/batches.py",
+        "the checkpoint of the end of an epoch repeats it",
+        'self.set_epoch(state["epoch"] + is_at_end)',
+        'self.set_epoch(state["epoch"])',
+        ("tests/unit/loading/test_batches.py",),
+    ),
+    Fault(
+        "loading/memory.py",
+        "windows that overlap are copied as if they did not",
+        "lengths = (counts[held] - 1) * windows.stride + windows.length",
+        "lengths = counts[held] * windows.stride",
+        ("tests/unit/test_windowed_data.py", "tests/unit/loading/test_memory.py"),
+    ),
+    Fault(
+        "loading/stream.py",
+        "a block has no room for the rows that only some shards have",
+        "return int(blocks.max(initial=0)) + num_extra_items",
+        "return int(blocks.max(initial=0))",
+        ("tests/unit/loading/test_streamed_items.py", "tests/unit/loading/test_streamed.py"),
+    ),
+    Fault(
+        "loading/variable_rows.py",
+        "the first item of the padding counts as a value",
+        "mask & (index < lengths",
+        "mask & (index <= lengths",
+        ("tests/unit/loading/test_variable.py",),
+    ),
+    Fault(
+        "loading/variable_rows.py",
+        "each data device pads to its own longest row",
+        "device_leaves[index] = rows.replaced(widths=widths)",
+        "device_leaves[index] = rows",
+        ("tests/unit/loading/test_variable.py", "tests/unit/loading/test_records.py"),
+    ),
+    Fault(
+        "loading/step_weight.py",
+        "the weight of a loss ignores the number of processes",
+        "self.local * num_processes / self.total if",
+        "self.local / self.total if",
+        ("tests/unit/loading/test_step_weight.py",),
+    ),
+    Fault(
+        "loading/step_weight.py",
+        "an accumulation group counts steps beyond limit_train_batches",
+        "np.where(number < limit, totals, 0)",
+        "totals",
+        ("tests/unit/loading/test_step_weight.py", "tests/unit/loading/test_packed_weights.py"),
+    ),
+    Fault(
+        "loading/super_batch.py",
+        "the transforms of all processes draw the same numbers",
+        "consumer = self.rank + self.num_processes * index",
+        "consumer = index",
+        ("tests/unit/loading/test_transform.py", "tests/distributed/test_augmented.py"),
+    ),
+    Fault(
+        "loading/transform.py",
+        "a transform changes the random state of the program",
+        "            np.random.set_state(numpy_state)",
+        "            pass",
+        ("tests/unit/loading/test_transform.py",),
+    ),
+]
+_ROW_RANDOM = [
+    Fault(
+        "loading/row_random.py",
+        "each epoch draws the same numbers for a row",
+        "return derive_seed(seed, epoch, stream)",
+        "return derive_seed(seed, 0, stream)",
+        ("tests/unit/loading/test_row_random.py", "tests/unit/loading/test_row_random_loader.py"),
+    ),
+    Fault(
+        "loading/row_random.py",
+        "a row that is drawn twice gets the same numbers twice",
+        "drawn_at = None if order.draws_each_row_once else np.array(positions)",
+        "drawn_at = None",
+        ("tests/unit/loading/test_row_random_loader.py",),
+    ),
+    Fault(
+        "loading/row_random.py",
+        "every four numbers of a row repeat",
+        "counter[2] = torch.arange(num, device=self.device).repeat(len(self))",
+        "counter[2] = 0",
+        ("tests/unit/loading/test_row_random.py",),
+    ),
+    Fault(
+        "loading/super_batch.py",
+        "the rows of a data device get the numbers of other rows",
+        "start = (index - self.first) % self.num_devices",
+        "start = index",
+        ("tests/unit/loading/test_row_random_loader.py",),
+    ),
+    Fault(
+        "loading/philox.py",
+        "one round too few",
+        "_ROUNDS = 10",
+        "_ROUNDS = 9",
+        ("tests/unit/loading/test_row_random.py",),
+    ),
+]
+_PLACEMENT = [
+    Fault(
+        "placement/topology.py",
+        "the owner of a shard ignores the number of processes",
+        "return shard // self.size % len(self.data_devices)",
+        "return shard % len(self.data_devices)",
+        ("tests/unit/placement",),
+    ),
+    Fault(
+        "placement/topology.py",
+        "each process may use all of the host's memory",
+        'sharing = {"cpu": num_local_processes}',
+        'sharing = {"cpu": 1}',
+        ("tests/unit/placement",),
+    ),
+    Fault(
+        "placement/plan.py",
+        "the budget of a device ignores the shards placed before",
+        "used[memory] += num_bytes",
+        "used[memory] = num_bytes",
+        ("tests/unit/placement",),
+    ),
+    Fault(
+        "placement/plan.py",
+        "the block that is read ahead needs no memory",
+        "needed = sum(2 * shards.block_bytes for",
+        "needed = sum(shards.block_bytes for",
+        ("tests/unit/placement",),
+    ),
+]
+_DATA = [
+    Fault(
+        "data/known_stores.py",
+        "a store that was replaced is taken for the one that was checked",
+        "            and self.generation == other.generation\n",
+        "",
+        ("tests/unit/data",),
+    ),
+    Fault(
+        "data/set_up.py",
+        "evaluation uses random crops",
+        'decode = options.decode if split == "train" else center_crops(options.decode)',
+        "decode = options.decode",
+        ("tests/unit/loading/test_random_resized.py", "tests/unit/data"),
+    ),
+    Fault(
+        "data/set_up.py",
+        "processes with other batch sizes train together",
+        '            "batch_size": self.options.batch_size,\n',
+        "",
+        ("tests/distributed/test_disagreement.py",),
+    ),
+    Fault(
+        "data/resume.py",
+        "a store that has changed since the checkpoint is not noticed",
+        "if any(present.get(name, value) != value for name, value in saved.items()):",
+        "if False:",
+        ("tests/unit/data/test_resume.py", "tests/unit/data/test_life_cycle.py"),
+    ),
+    Fault(
+        "data/resume.py",
+        "a checkpoint of another fold is resumed",
+        "if self.train is not None and self.train.subset != subset:",
+        "if False:",
+        ("tests/unit/test_folds.py", "tests/unit/data"),
+    ),
+    Fault(
+        "data/planner.py",
+        "only validation keeps the order of the dataset",
+        "if is_evaluated or not options.shuffle:",
+        'if split.startswith("val") or not options.shuffle:',
+        ("tests/unit/data/test_module.py",),
+    ),
+    Fault(
+        "data/options.py",
+        "the batch size of a split is not that of its datasets",
+        'sizes.get(split, sizes.get(split.partition("/")[0], self.batch_size))',
+        "sizes.get(split, self.batch_size)",
+        ("tests/unit/data",),
+    ),
+    Fault(
+        "data/splits.py",
+        "names that differ in case share a store",
+        "seen.setdefault(str(name).casefold(), name)",
+        "seen.setdefault(str(name), name)",
+        ("tests/unit/test_sets.py", "tests/unit/data"),
+    ),
+    Fault(
+        "data/loaders.py",
+        "evaluation runs the training transform",
+        "transform=options.transform if is_training else options.eval_transform",
+        "transform=options.transform",
+        ("tests/unit/data/test_module.py", "tests/unit/loading/test_transform.py"),
+    ),
+]
+_STRATEGIES = [
+    Fault(
+        "strategies/common/weighted_loss.py",
+        "the loss of an uneven step is not weighted by its rows",
+        "closure_loss = closure_loss * self._loss_scale",
+        "pass",
+        ("tests/distributed/test_superbatch_ddp.py", "tests/distributed/test_accumulating.py"),
+    ),
+    Fault(
+        "strategies/common/overrides.py",
+        "an attribute that was replaced before is lost",
+        "            vars(owner).update(before)\n",
+        "",
+        ("tests/strategies", "tests/unit/strategies"),
+    ),
+    Fault(
+        "strategies/common/checked.py",
+        "what was patched stays after teardown",
+        "def teardown(self) -> None:\n        self.overrides.undo()\n",
+        "def teardown(self) -> None:\n",
+        ("tests/strategies", "tests/distributed/test_second_trainer.py"),
+    ),
+    Fault(
+        "strategies/common/checkpoints.py",
+        "a checkpoint that failed leaves its part",
+        "        except BaseException:\n            remove(partial)\n            raise",
+        "        except BaseException:\n            raise",
+        ("tests/unit/strategies/test_checkpoints.py",),
+    ),
+    Fault(
+        "strategies/common/processes.py",
+        "a mean over processes changes its input",
+        "wide = tensor.to(torch.float64, copy=True)",
+        "wide = tensor.to(torch.float64)",
+        ("tests/distributed/test_epoch_means.py",),
+    ),
+    Fault(
+        "strategies/replicas/merge_logs.py",
+        "the replicas' logged values are averaged without their rows",
+        "sizes = [call[0] for call in calls]",
+        "sizes = [1 for _ in calls]",
+        ("tests/strategies/test_dp.py",),
+    ),
+    Fault(
+        "strategies/replicas/merge_outputs.py",
+        "packs are weighted by their number, not by their targets",
+        "self._weights = weights if any(weights) else self._rows",
+        "self._weights = self._rows",
+        (
+            "tests/strategies/test_dp.py",
+            "tests/unit/strategies/test_merge_outputs.py",
+            "tests/unit/loading/test_packed_weights.py",
+        ),
+    ),
+    Fault(
+        "strategies/replicas/replicas.py",
+        "a replica's gradient is added in later steps too",
+        "                replica_parameter.grad = None\n",
+        "",
+        ("tests/strategies/test_dp.py",),
+    ),
+    Fault(
+        "strategies/data_parallel.py",
+        "replicas keep the parameters of the first step",
+        'with_values=name == "training_step" or name != self._last_step',
+        "with_values=name != self._last_step",
+        ("tests/strategies/test_dp.py",),
+    ),
+    Fault(
+        "strategies/superbatch_ddp.py",
+        "parameters that were frozen later are still waited for",
+        "return 0 < num_trained < len(self._trained)",
+        "return False",
+        ("tests/distributed/test_freezing.py",),
+    ),
+    Fault(
+        "strategies/fsdp2.py",
+        "options of a second Trainer are ignored",
+        "            if value != old:\n",
+        "            if False:\n",
+        ("tests/distributed/test_second_trainer.py", "tests/distributed/test_fsdp2.py"),
+    ),
+    Fault(
+        "strategies/pipelining/run.py",
+        "micro-batches of unequal size have equal weight",
+        "* (rows / num_rows)",
+        "* (1 / len(row_ranges))",
+        ("tests/distributed/test_pipeline.py",),
+    ),
+    Fault(
+        "strategies/pipeline.py",
+        "gradients are clipped by the norm of one stage",
+        'dist.all_reduce(squares, group=self._group_of("pp"))',
+        "pass",
+        ("tests/distributed/test_pipeline.py",),
+    ),
+    Fault(
+        "strategies/members/processes.py",
+        "results of an earlier run are read",
+        "                path.unlink()\n",
+        "                pass\n",
+        ("tests/strategies/test_independent.py", "tests/distributed/test_independent.py"),
+    ),
+]
+_COMPARE = [
+    Fault(
+        "compare/parity.py",
+        "a parameter that only the reference trains is not noticed",
+        "_trained(record) ^ _trained(reference)",
+        "_trained(record) - _trained(reference)",
+        ("tests/unit/compare/test_parity.py",),
+    ),
+    Fault(
+        "compare/parity.py",
+        "a step that is missing counts as equal",
+        "hashes[step : step + 1] != [rows]]",
+        "hashes[step : step + 1] not in ([rows], [])]",
+        ("tests/unit/compare/test_parity.py",),
+    ),
+    Fault(
+        "compare/metrics.py",
+        "pages that processes share are added up",
+        "return max(shared for _, shared",
+        "return sum(shared for _, shared",
+        ("tests/unit/compare",),
+    ),
+    Fault(
+        "compare/measure.py",
+        "the last step of the warm-up is not where the clock starts",
+        "if num_measured >= 0:",
+        "if num_measured > 0:",
+        ("tests/unit/compare",),
+        slow=True,
+    ),
+    Fault(
+        "compare/runner.py",
+        "a rank without a record is not missed",
+        "if ranks != list(range(records[0].world_size if records else 1)):",
+        "if not ranks:",
+        ("tests/unit/compare",),
+    ),
+    Fault(
+        "compare/folder.py",
+        "a user's folder named variants is cleared",
+        "if _read_schema(spec) == RUN_SCHEMA:",
+        "if True:",
+        ("tests/unit/compare",),
+    ),
+]
+_CALLBACKS = [
+    Fault(
+        "callbacks/prediction_table.py",
+        "predictions of a subset are stored by dataset row",
+        "batch_indices = self._loader.step_positions(batch_idx)",
+        "pass",
+        ("tests/unit/callbacks/test_prediction_table.py",),
+    ),
+    Fault(
+        "callbacks/ranks.py",
+        "each process writes the rows that it shares with others",
+        "return data_rank not in data_ranks[: trainer.global_rank]",
+        "return True",
+        ("tests/distributed/test_predictions.py", "tests/distributed/test_row_results.py"),
+    ),
+    Fault(
+        "callbacks/row_results.py",
+        "results share memory with the module's output",
+        "values.append(value.detach().clone())",
+        "values.append(value.detach())",
+        ("tests/unit/callbacks/test_row_results.py",),
+    ),
+    Fault(
+        "callbacks/row_results.py",
+        "the last results before an exception are lost",
+        "        try:\n            self._write_all(trainer)\n        finally:",
+        "        try:\n            pass\n        finally:",
+        ("tests/unit/callbacks/test_row_results.py",),
+    ),
+]
+_RESULTS = [
+    Fault(
+        "results/parts.py",
+        "rows after the checkpoint that was resumed are kept",
+        "stop = min(stop, header.stop)",
+        "pass",
+        ("tests/unit/callbacks/test_row_results.py",),
+    ),
+    Fault(
+        "results/folder.py",
+        "the epoch that is repeated keeps its old results",
+        "if later >= epoch:",
+        "if later > epoch:",
+        ("tests/unit/callbacks/test_row_results.py",),
+    ),
+    Fault(
+        "results/folder.py",
+        "rows that were not seen have the result 0",
+        'float("nan") if is_float else 0',
+        "0",
+        ("tests/unit/callbacks/test_row_results.py",),
+    ),
+]
+_COMMANDS = [
+    Fault(
+        "commands/rows.py",
+        "rows are listed for the wrong data device after an uneven step",
+        "by_position[(device - start) % num_devices :: num_devices]",
+        "by_position[device::num_devices]",
+        ("tests/unit/commands/test_rows.py",),
+    ),
+    Fault(
+        "commands/rows.py",
+        "a skipped step is looked for in the first epoch",
+        "run_step = epoch * len(schedule) + step",
+        "run_step = step",
+        ("tests/unit/commands/test_rows.py",),
+    ),
+    Fault(
+        "commands/store_check.py",
+        "only the last of several stores decides the exit code",
+        "is_damaged |= _verify_store(store)",
+        "is_damaged = _verify_store(store)",
+        ("tests/unit/test_cli.py", "tests/unit/commands"),
+    ),
+    Fault(
+        "commands/store_rates.py",
+        "an error names the row of the trial",
+        "row = chosen.indices[int(match[2])]",
+        "row = int(match[2])",
+        ("tests/unit/test_cli.py", "tests/unit/commands"),
+        slow=True,
+    ),
+]
+_COMPAT = [
+    Fault(
+        "_compat/progress.py",
+        "an open accumulation group counts as trained",
+        "return waiting + int(not is_processed)",
+        "return int(not is_processed)",
+        ("tests/parity/test_resume.py", "tests/parity/test_interrupts.py"),
+    ),
+    Fault(
+        "_compat/metrics.py",
+        "the replicas' metrics are averaged without their counts",
+        "(value * (n / total)",
+        "(value * (1 / len(values))",
+        ("tests/strategies/test_dp.py",),
+    ),
+]
+
+FAULTS = [
+    *_SAMPLING,
+    *_PACKING,
+    *_SCHEMA,
+    *_STORE,
+    *_LOADING,
+    *_ROW_RANDOM,
+    *_PLACEMENT,
+    *_DATA,
+    *_STRATEGIES,
+    *_COMPARE,
+    *_CALLBACKS,
+    *_RESULTS,
+    *_COMMANDS,
+    *_COMPAT,
+]
