@@ -30,7 +30,6 @@ from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.joined import JoinedStore
 from tests.datasets import SAMPLES, SHARES, SIZES, NumberedSet, checked_numbers, mixed_sets
 from tests.rows import StridedRows, loader_over, make_split
-from tests.unit.commands.test_rows import Command
 
 pytestmark = pytest.mark.slow
 
@@ -140,24 +139,6 @@ def test_batches_of_one_set_are_not_divided_among_processes_unknown_to_the_data(
     assert loader.loader.of_process(0, 1).global_batch == loader.loader.global_batch
     with pytest.raises(ValueError, match=r"2 processes for batches of \d+ rows of one .*by_batch"):
         loader.loader.of_process(0, 2)
-
-
-@pytest.mark.parametrize("given", [{}, {"residency": "stream", "shuffle_block": 3}])
-def test_command_shows_set_and_row(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any]
-) -> None:
-    second = epoch_of(set_up(make_data(tmp_path, **given)))[1]
-    sampler = {"shares": SHARES, "num_samples": SAMPLES}
-    forbidden = {"class_path": "tests.unit.commands.test_rows.Forbidden"}
-    command = Command(tmp_path, capsys)
-    command.write(
-        **given,
-        seed=5,
-        sampler={"class_path": "lightning_memmap.sampling.Mixture", "init_args": sampler},
-        train_dataset=dict.fromkeys(SIZES, forbidden),
-    )
-    found = command.step("--step", 1, "--devices", 2)
-    assert found["rows"] == [["abc"[number // 100 - 1], number % 100] for number in second]
 
 
 @pytest.mark.parametrize(

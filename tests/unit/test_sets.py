@@ -1,6 +1,5 @@
 """Several datasets to validate, test and predict on; and rows of one store for several splits."""
 
-import copy
 import datetime
 from pathlib import Path
 from typing import Any
@@ -36,16 +35,6 @@ CLEAN, NOISY = Points(20, 100), Points(13, 200)
 def make_data(path: Path, **options: Any) -> MemmapDataModule:
     defaults: dict[str, Any] = {"train_dataset": Points(24), "batch_size": 4}
     return MemmapDataModule(store_dir=path / "stores", **{**defaults, **options})
-
-
-def test_truth_value_of_a_dataset_is_not_asked(tmp_path: Path) -> None:
-    class Undecided(Points):
-        def __bool__(self) -> bool:
-            raise ValueError("ambiguous")
-
-    options: dict[str, Any] = {"val_dataset": Undecided(5), "test_dataset": [Undecided(5)]}
-    data = set_up(make_data(tmp_path, train_dataset=Undecided(24), **options))
-    assert len(data.train_dataloader()) == 6
 
 
 class Several(Regression):
@@ -132,16 +121,6 @@ def test_stores_are_used_without_datasets_when_they_are_named(tmp_path: Path) ->
         set_up(make_data(tmp_path, test_dataset=[None]), "test")
 
 
-def test_data_module_shows_all_of_them(tmp_path: Path) -> None:
-    data = set_up(make_data(tmp_path, val_dataset=[CLEAN, NOISY]), "fit")
-    assert "'val/0': 20, 'val/1': 13}" in str(data)
-    assert list(data.stores) == ["train", "val/0", "val/1"]
-    copied = copy.deepcopy(data)
-    assert copied.val_dataset[1] is NOISY
-    data.val_dataset = [CLEAN]
-    assert list(set_up(data, "fit").stores) == ["train", "val/0"]
-
-
 def test_lists_of_samples_by_name_are_several_datasets(tmp_path: Path) -> None:
     named = {name: [{"row": index} for index in range(size)] for name, size in (("a", 5), ("b", 3))}
     loaders: Any = set_up(make_data(tmp_path, val_dataset=named)).val_dataloader()
@@ -210,12 +189,6 @@ def test_datasets_that_cannot_be_are_refused(tmp_path: Path, given: Any, words: 
         make_data(tmp_path, val_dataset=given)
 
 
-def test_several_to_train_on_are_refused(tmp_path: Path) -> None:
-    for given in ([CLEAN, NOISY], {"a": CLEAN}):
-        with pytest.raises((TypeError, ValueError), match=r"train_dataset.*ConcatDataset"):
-            make_data(tmp_path, train_dataset=given)
-
-
 def test_stores_do_not_go_into_the_store_of_one(tmp_path: Path) -> None:
     build_store(CLEAN, tmp_path / "stores" / "val", progress=False)
     with pytest.raises(StoreError, match=r"store_dir: .*val is the store of .*val_dataset"):
@@ -224,32 +197,6 @@ def test_stores_do_not_go_into_the_store_of_one(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"has stores in it \(0\): choose") as caught:
         make_data(tmp_path, test_dataset=CLEAN).prepare_data()
     assert "remove" not in str(caught.value)
-
-
-def test_empty_dataset_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"val_dataset\['b'\]: the dataset is empty"):
-        make_data(tmp_path, val_dataset={"a": CLEAN, "b": Points(0)}).prepare_data()
-
-
-@pytest.mark.parametrize("given", [[CLEAN, NOISY], {"0": CLEAN, "1": NOISY}])
-@pytest.mark.parametrize(
-    "option", [{"subset": {"val": Subset([1])}}, {"fingerprint": {"val": "one"}}]
-)
-def test_option_for_several_datasets_at_once_is_refused(
-    tmp_path: Path, given: Any, option: dict[str, Any]
-) -> None:
-    words = r"\['val'\]: val_dataset .* train, val/0, val/1, test"
-    with pytest.raises(ValueError, match=words):
-        make_data(tmp_path, val_dataset=given, **option).prepare_data()
-    data = set_up(make_data(tmp_path, val_dataset=given))
-    with pytest.raises(ValueError, match=words):
-        data.with_options(**option).setup("fit")
-
-
-def test_rows_held_out_beside_a_dataset_that_is_set_later_are_refused(tmp_path: Path) -> None:
-    data = set_up(make_data(tmp_path, val_dataset=CLEAN))
-    with pytest.raises(ValueError, match=r"subset=KFold\(.*\) with a val_dataset"):
-        data.with_options(subset=KFold(3), member=0).setup("fit")
 
 
 @pytest.mark.slow
@@ -473,13 +420,6 @@ def test_values_that_no_row_has_are_said(tmp_path: Path) -> None:
         Subset(field="day", values=["yesterday"]).subset("train", 0, store)
     with pytest.raises(ValueError, match=r"field 'patien'.*did you mean 'patient'"):
         store.values("patien")
-
-
-def test_classes_by_text_come_equally_often(tmp_path: Path) -> None:
-    rows: Any = [{"row": row, "name": "rare" if row % 10 == 0 else "common"} for row in range(100)]
-    data = make_data(tmp_path, train_dataset=rows, sampler=Weighted("name"))
-    seen = set_up(data, "fit").train_dataloader()
-    assert sum(name == "rare" for batch in seen for name in batch["name"]) == 50
 
 
 def test_values_of_a_field_are_in_dataset_order(tmp_path: Path) -> None:

@@ -112,11 +112,6 @@ class TestWithoutReturn:
         with pytest.raises(TypeError, match=r"forgetful .*None.* row 1"):
             PerSample(forgetful)({"image": images()})
 
-    def test_field_of_none_raises_and_names_the_field(self) -> None:
-        transform = PerSample(lambda _: {"image": None})
-        with pytest.raises(TypeError, match=r"<lambda> .*None.*\['image'\].* row 0"):
-            transform({"image": images()})
-
     def test_function_that_cannot_be_called_raises(self) -> None:
         made: Any = PerSample
         with pytest.raises(TypeError, match=r"function=3"):
@@ -154,13 +149,6 @@ class TestRowsThatDiffer:
     def test_results_with_other_keys_raise_and_name_the_row(self) -> None:
         rows = iter([{"a": 1}, {"a": 1}, {"a": 1, "b": 2}])
         with pytest.raises(ValueError, match=r"\['b'\].* for row 2"):
-            PerSample(lambda sample: next(rows))(torch.arange(3))
-
-    def test_results_with_numbers_of_other_types_raise(self) -> None:
-        rows = iter([1, 1, 1.5])
-        with pytest.raises(
-            ValueError, match=r"a float at its result for row 2 .* an int for row 0"
-        ):
             PerSample(lambda sample: next(rows))(torch.arange(3))
 
 

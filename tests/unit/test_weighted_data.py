@@ -1,7 +1,5 @@
 """Rows drawn by weight through loaders and the data module: the same under every division."""
 
-import gc
-import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,22 +11,19 @@ import numpy as np
 import pytest
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import (
     Curriculum,
-    DrawnSampler,
     Pool,
     Sampler,
     TableSampler,
     Weighted,
 )
-from lightning_memmap.store import ColumnDataset, Store
+from lightning_memmap.store import Store
 from tests.models import Points, Regression, make_trainer, set_up
 from tests.rows import (
     CPU,
     joined,
-    make_window_loader,
     size_of,
 )
 
@@ -36,10 +31,6 @@ ROWS, SAMPLES = 101, 140
 #: Some rows never come, one comes often, and the weights go with the shards.
 WEIGHTS = np.where(np.arange(ROWS) % 12 == 3, 5.0, np.where(np.arange(ROWS) % 5 == 0, 0.0, 1.0))
 WEIGHTS[50] = 17.0
-
-
-def make_loader(store: Store, factory: Weighted) -> SuperBatchLoader:
-    return make_window_loader(store, None, factory=factory)
 
 
 def test_only_rows_that_may_come_are_held(numbered_store: Callable[..., Store]) -> None:
@@ -126,66 +117,3 @@ def test_order_that_cannot_be_streamed_is_refused_when_it_is_set_up(tmp_path: Pa
         data.prepare_data()
         with pytest.raises(ValueError, match=r"shuffle_block=.*Reversed"):
             data.setup("fit")
-
-
-def test_order_is_made_once_and_draws_shards_that_are_asked_for(tmp_path: Path) -> None:
-    drawn = []
-
-    @dataclass(frozen=True)
-    class Counting(DrawnSampler):
-        def draw(self, epoch: int, shard: int) -> Any:
-            drawn.append((epoch, shard))
-            return super().draw(epoch, shard)
-
-    made = []
-
-    def maker(pool: Pool, seed: int) -> Sampler:
-        made.append(Counting(pool, seed))
-        return made[-1]
-
-    data = set_up(make_data(tmp_path, sampler=maker), "fit")
-    # One shard shows whether it works.
-    assert drawn == [(0, 0)]
-    loader = data.train_dataloader()
-    assert len(made) == 1
-    ranks: Any = loader.loader.of_process(1, 3)  # type: ignore[attr-defined]
-    next(iter(ranks))
-    num_shards = made[0].num_shards
-    assert sorted(drawn[1:]) == [(0, shard) for shard in range(1, num_shards, 3)]
-    # Once for each epoch, whoever asks.
-    list(loader)
-    assert sorted(drawn) == [(0, shard) for shard in range(num_shards)]
-    data.seed = 3
-    data.train_dataloader()
-    assert len(made) == 2
-
-
-def test_order_is_freed_by_teardown(tmp_path: Path) -> None:
-    rows = 400_000
-    sets = {"x": np.zeros(rows, np.uint8), "weight": np.random.default_rng(0).random(rows)}
-    data = MemmapDataModule(
-        ColumnDataset(sets),
-        store_dir=tmp_path / "many",
-        batch_size=4000,
-        sampler=Weighted("weight"),
-    )
-    data.prepare_data()
-    found = []
-    tracemalloc.start()
-    try:
-        for _ in range(3):
-            data.setup("fit")
-            assert sum(len(batch["x"]) for batch in data.train_dataloader()) == rows
-            data.teardown()
-            gc.collect()
-            found.append(tracemalloc.get_traced_memory()[0])
-    finally:
-        tracemalloc.stop()
-    # What stays are the lengths of the last order, of 8 bytes a row, and not what it has drawn.
-    assert found[-1] < 12 * rows
-    assert found[2] - found[1] < rows
-
-
-def test_weighted_class_itself_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"sampler=.*Weighted"):
-        make_data(tmp_path, sampler=Weighted)

@@ -19,7 +19,6 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler, StackDataset, Subset
 
 from lightning_memmap import ColumnDataset, MemmapDataModule
-from lightning_memmap.data import planner as planner_module
 from lightning_memmap.data.planner import FIRST_STEPS
 from lightning_memmap.errors import DatasetError, SchemaError, StoreError, StoreNotFoundError
 from lightning_memmap.loading import loader
@@ -30,9 +29,8 @@ from lightning_memmap.store import (
     building,
     open_store,
     verify_store,
-    writing,
 )
-from lightning_memmap.store.directory import JOURNAL, KEY, StoreDirectory
+from lightning_memmap.store.directory import KEY, StoreDirectory
 from lightning_memmap.store.growing import Serving
 from lightning_memmap.store.samples import RandomDatasetError, probe_rows
 from lightning_memmap.store.sources.parquet import RowGroups
@@ -426,31 +424,6 @@ def test_run_that_is_interrupted_in_the_first_epoch_goes_on_bit_for_bit(
     assert {read[row] for row in read.keys() - {*probe_rows(ROWS)}} == {1}
 
 
-def test_rows_are_read_while_others_are_brought_to_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log, deadline = tmp_path / "rows", monotonic() + 60
-
-    def sync(path: Path) -> None:
-        # A second sync would wait for this one.
-        monkeypatch.setattr(writing, "JOURNAL_INTERVAL_S", 60.0)
-        while len(log.read_text().split()) < ROWS:
-            assert monotonic() < deadline, "no row is read meanwhile"
-            sleep(0.01)
-
-    monkeypatch.setattr(writing, "JOURNAL_INTERVAL_S", 0.05)
-    monkeypatch.setattr(building, "sync_path", sync)
-    data = MemmapDataModule(
-        Logged(Slow(Points(ROWS), 0.002, every=1), log),
-        store_dir=tmp_path / "stores",
-        num_workers=1,
-        build="while_training",
-    )
-    assert sorted(rows_in(set_up(data, "fit").train_dataloader())) == list(range(ROWS))
-    data.teardown()
-    assert verify_store(tmp_path / "stores" / "train") == []
-
-
 def test_store_that_cannot_be_finished_ends_training_at_the_next_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -471,18 +444,6 @@ def test_store_that_cannot_be_finished_ends_training_at_the_next_epoch(
     assert StoreDirectory(tmp_path / "train").unfinished(KEY)
 
 
-def test_every_request_of_a_reader_is_heard(tmp_path: Path) -> None:
-    (tmp_path / JOURNAL).write_bytes(bytes(9))
-    serving, heard = Serving.make(tmp_path, 9), set[Path]()
-    for row in range(9):
-        serving.request(np.array([row]))
-        if row % 2:  # The number of a file's inode may be that of one before it.
-            (path,) = serving.requests()
-            assert path not in heard
-            assert np.fromfile(path, np.int64).tolist() == [0, row]
-            heard.add(path)
-
-
 @pytest.mark.parametrize("sampler", [Weighted("row"), Bucketed("sound", 4)])
 def test_order_that_looks_up_a_field_builds_the_store_first(tmp_path: Path, sampler: Any) -> None:
     kind, dataset = (Regression, Points(150)) if isinstance(sampler, Weighted) else RAGGED
@@ -492,25 +453,6 @@ def test_order_that_looks_up_a_field_builds_the_store_first(tmp_path: Path, samp
         watching = fit(tmp_path, modules[-1], dataset, build, grows=False, sampler=sampler)
         assert not any(watching.is_growing)
     assert torch.equal(*map(weights, modules))
-
-
-@pytest.mark.parametrize("strategy", ["auto", "memmap_superbatch", "memmap_dp"])
-def test_progress_bar_shows_how_much_is_stored_until_the_epoch_ends(
-    tmp_path: Path, strategy: str
-) -> None:
-    options = {"strategy": strategy, "max_epochs": 1}
-    dataset, devices = Points(ROWS), 1 if strategy == "auto" else 2
-    watching = fit(
-        tmp_path,
-        Regression(),
-        dataset,
-        "while_training",
-        devices=devices,
-        trainer_options=options,
-    )
-    shown = [each for each in watching.shown if each is not None]
-    assert len(shown) == len(watching.shown) - 1
-    assert 0 < shown[0] <= shown[-1] <= 1
 
 
 @pytest.mark.parametrize("limit", [3, 1.0])
@@ -694,28 +636,3 @@ def test_process_of_several_without_a_trainer_serves_only_its_own_rows(tmp_path:
             assert sorted(first + second) == [*range(96)]
     finally:
         data.teardown()
-
-
-def test_rows_are_placed_in_the_memory_that_was_free_at_the_set_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured = list[object]()
-
-    def measure(*arguments: Any) -> Any:
-        measured.append(arguments)
-        return budgets(*arguments)
-
-    budgets = planner_module.device_budgets
-    monkeypatch.setattr(planner_module, "device_budgets", measure)
-    data = MemmapDataModule(
-        Points(60), store_dir=tmp_path, batch_size=8, build="while_training", num_workers=1
-    )
-    set_up(data, "fit")
-    loader: Any = data.train_dataloader()
-    placed = data._set_up
-    for _ in range(3):
-        assert sum(len(batch["row"]) for batch in loader) == 60
-        sleep(0.3)  # Until the store is whole.
-    data.teardown("fit")
-    assert data._set_up is not placed  # The rows were placed again.
-    assert len(measured) == 1

@@ -4,7 +4,6 @@ import copy
 import gc
 import tracemalloc
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,12 @@ import lightning as L
 import psutil
 import pytest
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import Subset
 
 from lightning_memmap import MemmapDataModule, build_store, host_memory, open_store
 from lightning_memmap.errors import DatasetError, PlacementError, StoreNotFoundError
 from lightning_memmap.loading import Padded
 from lightning_memmap.loading.super_batch import SuperBatch
-from lightning_memmap.placement import topology
 from lightning_memmap.sampling import KFold
 from lightning_memmap.sampling.schedule import default_block
 from lightning_memmap.store.samples import NUM_PROBES
@@ -97,21 +94,6 @@ class TestArguments:
         data = make_data(tmp_path, residency=residency, memory_fraction=1e-9)
         with pytest.raises(PlacementError, match=f"residency='{residency}'.*memory_fraction"):
             set_up(data)
-
-    def test_processes_of_one_machine_divide_the_memory_of_the_host(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        data = make_data(tmp_path, residency="host", memory_fraction=1.0)
-        data.prepare_data()
-        num_bytes = open_store(data.store_directory / "train").manifest.num_bytes
-        num_bytes += open_store(data.store_directory / "val").manifest.num_bytes
-        monkeypatch.setattr(topology, "available_bytes", lambda: 3 * num_bytes)
-        for num_processes, fits in ((3, True), (4, False)):
-            strategy = SingleDeviceStrategy("cpu")
-            monkeypatch.setattr(strategy, "num_processes", num_processes, raising=False)
-            data.trainer = L.Trainer(strategy=strategy, accelerator="cpu", logger=False)
-            with nullcontext() if fits else pytest.raises(PlacementError, match="residency='host'"):
-                data.setup("fit")
 
 
 class TestLargerThanMemory:
@@ -283,37 +265,11 @@ class TestWithTrainer:
         assert seen["val"] == [*range(100, 120)] * 2
         assert seen["test"] == list(range(200, 225))
 
-    def test_omitted_validation_data_of_an_old_store_is_named_once(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        said = list[str]()
-        monkeypatch.setattr("lightning_memmap.data.reports.rank_zero_info", said.append)
-        set_up(MemmapDataModule(TRAIN, VAL, store_dir=tmp_path), "fit")
-        assert said == []
-        for _ in range(2):
-            set_up(MemmapDataModule(TRAIN, store_dir=tmp_path), "fit")
-        assert len(said) == 1
-        assert str(tmp_path / "val") in said[0]
-
     def test_fit_with_stored_validation_data_validates(self, tmp_path: Path) -> None:
         build_store(VAL, tmp_path / "stores" / "val", progress=False)
         data, module = make_data(tmp_path, val_dataset=None), Regression()
         make_trainer(tmp_path, num_sanity_val_steps=0).fit(module, datamodule=data)
         assert module.seen["val"] == [list(range(n, n + 4)) for n in range(100, 120, 4)]
-
-    @pytest.mark.parametrize("bar", [False, True])
-    @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
-    def test_trainer_without_a_progress_bar_shows_nothing(
-        self, tmp_path: Path, capfd: pytest.CaptureFixture[str], bar: bool
-    ) -> None:
-        # Of a size that no other test in this process has: its placement is new.
-        data = make_data(tmp_path, train_dataset=Points(57 + bar))
-        trainer = make_trainer(tmp_path, enable_progress_bar=bar)
-        capfd.readouterr()
-        trainer.fit(Regression(), datamodule=data)
-        shown = capfd.readouterr()
-        assert bool(shown.out) == bar
-        assert ("━" in shown.err) == bar
 
     def test_placement_is_printed_where_it_is_new(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -527,8 +483,3 @@ class TestAttributes:
 
         with pytest.raises(AttributeError, match=r"seed: call super\(\).__init__\(\) before"):
             Early()
-
-    @pytest.mark.parametrize("dataset", [5, "abc"])
-    def test_dataset_that_is_none_is_refused(self, tmp_path: Path, dataset: Any) -> None:
-        with pytest.raises(TypeError, match=f"train_dataset={dataset!r}: .*map-style"):
-            MemmapDataModule(dataset, store_dir=tmp_path)

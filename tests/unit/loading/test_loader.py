@@ -38,7 +38,6 @@ from tests.rows import (
     make_loader,
     make_sampler,
     make_split,
-    noisy,
     order_rows,
     rows_of,
     sampler_over,
@@ -208,21 +207,6 @@ class TestResume:
         assert states[0]["epoch"] == 4
         assert states[0]["position"] == 97
 
-    def test_transforms_after_resume_repeat_those_not_interrupted(
-        self, numbered_store: Stores
-    ) -> None:
-        def steps(loader: SuperBatchLoader) -> list[list[float]]:
-            return [super_batch.to(CPU)["noise"].tolist() for super_batch in loader]
-
-        make = functools.partial(make_loader, numbered_store(97, 24), 4, 3, transform=noisy)
-        whole = steps(make())
-        for count in range(1, len(whole)):
-            saved, resumed = make(), make()
-            for _ in take_steps(saved, count):
-                pass
-            resumed.load_state_dict(saved.state_dict())
-            assert steps(resumed) == whole[count:]
-
     @pytest.mark.parametrize("transform", [None, untouched])
     @pytest.mark.parametrize(("num_devices", "size"), [(8, 1), (1, 8), (2, 4)])
     def test_state_that_leaves_too_few_rows_is_refused(
@@ -384,31 +368,6 @@ class TestStructure:
         if is_tensor_collection(found):
             assert found.batch_size == expected.batch_size
             assert (found.clone() == expected).all()
-
-    def test_container_that_its_items_do_not_make_is_refused(self, tmp_path: Path) -> None:
-        class Titled(dict[str, Any]):
-            def __init__(self, title: Any, items: Any = ()) -> None:
-                super().__init__(items)
-
-        with pytest.raises(TypeError, match=r"Titled in a batch: "):
-            load_pairs(Pairs(), tmp_path, 2, lambda batch: Titled("mine", {"a": batch[0]}))
-
-    def test_what_a_dataclass_has_computed_is_computed_again(self, tmp_path: Path) -> None:
-        @dataclasses.dataclass
-        class Doubling:
-            number: Tensor
-
-            @functools.cached_property
-            def double(self) -> Tensor:
-                return self.number * 2
-
-        def transform(batch: Any) -> Any:
-            made = Doubling(batch[1])
-            assert len(made.double) == len(batch[1])
-            return made
-
-        found = load_pairs(Pairs(), tmp_path, 2, transform)[0]
-        assert torch.equal(found.double, found.number * 2)
 
 
 def load_pairs(dataset: Pairs, path: Path, num_devices: int, transform: Any) -> list[Any]:

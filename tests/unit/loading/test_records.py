@@ -9,8 +9,6 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.loading import RowList
-from lightning_memmap.loading.nested import dense_tensors, is_on, named_leaves, send_leaf
 from lightning_memmap.loading.variable_batch import LayoutCollate
 from lightning_memmap.sampling import Subset
 from lightning_memmap.schema import Layout, Masked, Pad
@@ -19,7 +17,7 @@ from lightning_memmap.store import Store, build_store
 from lightning_memmap.transforms import PerSample
 from tests.datasets import Scenes, assert_scenes
 from tests.models import set_up
-from tests.rows import CPU, assert_gives_all_rows, cpus, make_split
+from tests.rows import assert_gives_all_rows, cpus, make_split
 from tests.rows import loader_over as rows_loader
 
 NUM_ROWS = 120
@@ -58,20 +56,6 @@ def test_batches_do_not_depend_on_the_number_of_data_devices(
         store, rows, 24 // num_devices, form, transform=transform, topology=cpus(num_devices)
     )
     assert_gives_all_rows(loader, Scenes(NUM_ROWS), assert_scenes)
-
-
-def test_rows_of_records_are_sent_in_one_copy_for_each_dtype(store: Store) -> None:
-    batch = next(iter(loader_over(store, make_split(store), 8, "list"))).to("cpu")
-    meta = send_leaf(batch["objects"], torch.device("meta"))
-    assert isinstance(meta, RowList)
-    assert is_on(meta, torch.device("meta"))
-    assert not is_on(meta, CPU)
-    for one, other in zip(meta, batch["objects"], strict=True):
-        assert one["name"] == other["name"]
-        pairs = zip(named_leaves(one), named_leaves(other), strict=True)
-        for (_, a), (_, b) in pairs:
-            assert not isinstance(b, Tensor) or (a.shape, a.dtype) == (b.shape, b.dtype)
-    assert len({t.untyped_storage()._cdata for t in dense_tensors(meta)}) == 3
 
 
 @pytest.mark.parametrize(

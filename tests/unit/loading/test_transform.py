@@ -354,21 +354,6 @@ class TestOnSuperBatch:
         shapes = [[wide.shape for wide in rank] for rank in ranks]
         assert shapes[0] != shapes[1]
 
-    def test_transform_of_other_shapes_on_each_device_names_the_way_out(
-        self, numbered_store: Stores
-    ) -> None:
-        loader = make_loader(numbered_store(97, 24), 2, 4, transform=trim)
-        with pytest.raises(
-            ValueError, match=r"\['wide'\] on data device 1 .* transform=OnSuperBatch\("
-        ):
-            next(iter(loader)).to(CPU)
-
-    def test_batches_of_data_devices_are_not_transformed(self, numbered_store: Stores) -> None:
-        loader = make_loader(numbered_store(97, 24), 2, 4, transform=OnSuperBatch(trim))
-        (super_batch,) = take_steps(loader, 1)
-        assert all("wide" not in batch for batch in super_batch.batches)
-        assert "wide" in super_batch.to(CPU)
-
     @pytest.mark.parametrize("prefetch", [0, 2])
     @pytest.mark.parametrize(
         "change",
@@ -396,11 +381,6 @@ class TestOnSuperBatch:
             expected = [change(step.to(CPU)) for step in plain]
             torch.testing.assert_close(vars_of(runs[-1]), vars_of(expected), rtol=0, atol=0)
         assert type(runs[0][0]) is type(expected[0])
-
-    def test_transform_on_super_batches_without_return_raises(self, numbered_store: Stores) -> None:
-        loader = make_loader(numbered_store(97, 24), transform=OnSuperBatch(lambda batch: None))
-        with pytest.raises(TypeError, match=r"transform: it returned None.* return"):
-            next(iter(loader)).to(CPU)
 
     def test_strategies_train_on_the_same_batches(self, tmp_path: Path) -> None:
         seen = []

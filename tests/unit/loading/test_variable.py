@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.loading import RowList, variable_rows
+from lightning_memmap.loading import variable_rows
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.transform import OnSuperBatch
@@ -150,29 +150,6 @@ def test_jagged_rows_that_a_transform_cuts_or_turns_are_assembled_whole(
     expected = rows_with(1)
     assert any(map(len, expected))
     assert rows_with(2) == rows_with(3) == expected
-
-
-def test_jagged_rows_of_another_dtype_on_one_device_are_refused(store: Store) -> None:
-    seen: list[int] = []
-
-    def changed(batch: Any) -> Any:
-        seen.append(1)
-        return {"ids": batch["ids"].double() if len(seen) % 2 else batch["ids"].float()}
-
-    loader = loader_over(
-        store, make_split(store, 2), 6, "jagged", transform=changed, topology=cpus(2)
-    )
-    with pytest.raises(ValueError, match=r"transform: .*float32.*'ids'.*device 1 and .*float64"):
-        next(iter(loader)).to("cpu")
-
-
-def test_transform_that_drops_rows_of_a_list_is_refused(store: Store) -> None:
-    def drop(batch: Any) -> Any:
-        return {**batch, "sound": RowList(batch["sound"][1:])}
-
-    loader = loader_over(store, make_split(store, 2), 4, "list", transform=drop, topology=cpus(2))
-    with pytest.raises(ValueError, match="3 rows for a batch of 4 rows on data device 0"):
-        next(iter(loader)).to("cpu")
 
 
 def test_per_sample_transform_of_a_jagged_tensor_is_refused(store: Store) -> None:

@@ -1,6 +1,5 @@
 import collections
 import dataclasses
-import decimal
 import enum
 import io
 import json
@@ -26,11 +25,8 @@ from lightning_memmap.schema.fields import (
     Field,
     RowList,
     field_name,
-    readable_name,
-    stored_name,
 )
 from lightning_memmap.schema.schema import Schema
-from lightning_memmap.schema.structure import Node, leaf_node
 from tests.datasets import assert_same, texts
 from tests.reliability.manifest_fuzz import places
 from tests.unit.schema.reading import read_schema, to_json
@@ -134,9 +130,7 @@ def test_builder_any_nesting_equals_default_collate(kind: str) -> None:
     [
         lambda i: list(range(i, i + 1200)),
         lambda i: tuple(i + k / 7 for k in range(16)),
-        lambda i: [k % 3 == i for k in range(20)],
         lambda i: [np.float32(i * k) for k in range(16)],
-        lambda i: [torch.tensor(i * k).half() for k in range(16)],
     ],
 )
 def test_builder_many_numbers_are_one_tensor(make: MakeSample) -> None:
@@ -212,14 +206,10 @@ def test_numbers_of_the_same_dtype_in_another_row_are_the_same_field(row: Any) -
     ("row", "message"),
     [
         ([0.5] * 16, r"found float64 \(16,\), expected int64 \(16,\)"),
-        ([True] * 16, r"found bool \(16,\)"),
         ([0] * 15, r"found int64 \(15,\), expected int64 \(16,\)"),
         ([0.5, *range(15)], "found a list of float, int, expected numbers of one dtype"),
-        ([True, *range(15)], "found a list of bool, int, expected numbers of one dtype"),
         ([2**63] * 16, "found an integer that does not fit into int64"),
-        ([None] * 16, "found a list of NoneType, expected numbers of one dtype"),
         ([], r"found int64 \(0,\), expected"),
-        ({"a": 0}, "found dict, which cannot be stored"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused_and_their_field_named(row: Any, message: str) -> None:
@@ -235,19 +225,13 @@ def test_numbers_that_do_not_fit_are_refused_and_their_field_named(row: Any, mes
     ("key", "name"),
     [
         ("image", "image"),
-        ("Image_2-b", "Image_2-b"),
         (-1, "-1"),
         ("a.b", "a~2Eb"),
-        ("..", "~2E~2E"),
         ("../../etc/passwd", "~2E~2E~2F~2E~2E~2Fetc~2Fpasswd"),
         ("/", "~2F"),
         ("\0", "~00"),
         ("", "~"),
-        ("~", "~7E"),
-        ("%41", "~2541"),
-        ("Weight (kg)", "Weight (kg)"),
         ("km/h", "km~2Fh"),
-        ("CPU %", "CPU ~25"),
         ("größe, 年龄, नाम", "größe, 年龄, नाम"),
         ("\x1b[31m", "~1B~5B31m"),
         ("\u202e", "~E2~80~AE"),
@@ -327,17 +311,13 @@ def test_sample_nested_too_deeply_is_refused() -> None:
     ("leaf", "dtype", "shape"),
     [
         (torch.zeros(2, 3, dtype=torch.bfloat16), torch.bfloat16, (2, 3)),
-        (torch.zeros(()), torch.float32, ()),
         (torch.zeros(0, 3), torch.float32, (0, 3)),
         (np.zeros((2, 3), np.uint16), torch.uint16, (2, 3)),
         (np.zeros(2, np.longlong), torch.int64, (2,)),
         (np.zeros(2, ">f4"), torch.float32, (2,)),
         (np.int8(1), torch.int8, ()),
-        (np.float64(1), torch.float64, ()),
         (True, torch.bool, ()),
-        (7, torch.int64, ()),
         (-(2**63), torch.int64, ()),
-        (0.5, torch.float64, ()),
         (1j, torch.complex128, ()),
     ],
 )
@@ -357,47 +337,27 @@ with warnings.catch_warnings():
 
 REFUSED = {
     "masked array": np.ma.array([1, 2], mask=[False, True]),
-    "masked number": np.ma.masked,
     "masked tensor": MASKED,
     "quantized tensor": QUANTIZED,
     "nested tensor": RAGGED,
-    "tensor without values": torch.ones(2, device="meta"),
-    "subclass beyond int64": type("Size", (int,), {})(2**63),
-    "huge number": 10**5000,
-    "decimal": decimal.Decimal(1),
     "durations without a unit": np.array([3]).view("timedelta64"),
     "palette": Image.new("P", (2, 2)),
-    "palette with transparency": Image.new("PA", (2, 2)),
     "many numbers beyond int64": [2**63] * 16,
     "float8": torch.zeros(2, dtype=torch.float8_e4m3fn),
-    "other float8": torch.zeros(2, dtype=torch.float8_e5m2),
     "object array": np.array([object()]),
     "text array": np.array(["a", "b"]),
-    "times in steps": np.array([3], "datetime64[10s]"),
     "missing time": np.array(["2020-01-01", "NaT"], "datetime64[D]"),
-    "records": np.zeros(2, [("a", "i4")]),
     "long double": np.zeros(2, np.longdouble),
     "sparse": torch.eye(3).to_sparse(),
-    "set": {1, 2},
     "number beyond int64": 2**63,
     "class": Example,
 }
 
 
-REMEDIES = {
-    "palette": r"convert\('RGB'\).*numpy\.asarray\(image\)",
-    "masked array": r"filled\(\) and the mask",
-    "sparse": r"to_dense\(\)",
-    "quantized tensor": r"int_repr\(\)",
-    "text array": "convert it in the dataset to one of bool, uint8",
-    "number beyond int64": "as a float",
-}
-
-
 @pytest.mark.parametrize("kind", REFUSED)
-def test_leaf_that_cannot_be_stored_is_refused_with_its_field_and_the_way_out(kind: str) -> None:
+def test_leaf_that_cannot_be_stored_is_refused_with_its_field(kind: str) -> None:
     for refused in (lambda sample: Schema.infer([sample]), Schema.infer([{"x": (1, 1)}]).flatten):
-        with pytest.raises(SchemaError, match=rf"field 'x\.1': .*{REMEDIES.get(kind, '')}"):
+        with pytest.raises(SchemaError, match=r"field 'x\.1': "):
             refused({"x": (1, REFUSED[kind])})
 
 
@@ -428,23 +388,10 @@ BASE = {"image": torch.zeros(3, 4, dtype=torch.uint8), "label": (1, 2.0)}
             [r"'label\.1'", r"int64 \(\)", r"expected float64 \(\)"],
         ),
         (
-            {"image": BASE["image"], "label": [1, 2.0]},
-            [r"'label'", "found list", "expected tuple"],
-        ),
-        (
             {"image": BASE["image"], "label": (1, 2.0, 3)},
             [r"'label'", r"found tuple of \[0, 1, 2\]", r"expected \[0, 1\]"],
         ),
-        (
-            {"image": BASE["image"], "label": (1, (2.0,))},
-            [r"'label\.1'", r"found float64 \(1,\)", r"expected float64 \(\)"],
-        ),
-        (
-            {"image": None, "label": (1, 2.0)},
-            [r"'image'", "found None", r"expected uint8 \(3, 4\)"],
-        ),
         ({"image": BASE["image"]}, ["the sample", r"found dict of \['image'\]", "'label'"]),
-        (BASE["image"], ["the sample", "found Tensor", "expected dict"]),
     ],
 )
 def test_flatten_sample_that_does_not_fit_names_field_found_and_expected(
@@ -548,10 +495,7 @@ def test_stack_batch_gives_the_tensors_in_the_order_of_the_fields() -> None:
     [
         ([torch.zeros(2), "text"], "field '1': found str"),
         ({"n": 3}, "field 'n': found int"),
-        ({"n": np.zeros(3)}, "field 'n': found ndarray"),
         ({"n": torch.tensor(3)}, "field 'n': found a tensor without dimensions"),
-        ({"n": torch.zeros(3).to_sparse()}, "field 'n': .*only dense tensors"),
-        ({"n": torch.zeros(3, dtype=torch.float8_e5m2)}, "field 'n': found dtype float8"),
         ([], "holds no tensor"),
         ({"b": STRIDED}, r"field 'b': .* layout=torch.jagged"),
     ],
@@ -616,9 +560,7 @@ SECOND = ("structure", "children", 1, "children", 0, "field")
 
 HOSTILE = {
     "not a dict": [],
-    "null": None,
     "empty": {},
-    "no fields": {"structure": {"kind": "dict"}},
     "field is a text": edited(*FIRST, value="image"),
     "leaf without a field": edited(*FIRST, value=None),
     "leaf with a mask": edited(*FIRST[:-1], "mask", value="image.mask"),
@@ -627,84 +569,38 @@ HOSTILE = {
     "list outside of a list": edited(*FIRST, "kind", value={"type": "text", "many": True}),
     "unknown dtype": edited(*FIRST, "dtype", value="float8_e4m3fn"),
     "attribute of torch as dtype": edited(*FIRST, "dtype", value="load"),
-    "dtype is a number": edited(*FIRST, "dtype", value=1),
     "negative size": edited(*FIRST, "shape", value=[-1]),
     "huge size": edited(*FIRST, "shape", value=[2**40]),
-    "bool as size": edited(*FIRST, "shape", value=[True]),
-    "false as size": edited(*FIRST, "shape", value=[False]),
     "null as size": edited(*FIRST, "shape", value=[3, None]),
-    "float as size": edited(*FIRST, "shape", value=[1.0]),
-    "shape is a text": edited(*FIRST, "shape", value="34"),
     "kind is missing": edited(*FIRST, "kind", value=None),
     "duplicate names": edited(*SECOND, "name", value="image"),
     "name with a slash": edited(*FIRST, "name", value="a/b"),
     "name that points up": edited(*FIRST, "name", value=".."),
     "absolute name": edited(*FIRST, "name", value="/etc/passwd"),
-    "name and structure with a slash": one_leaf("../x"),
     "name that is no leaf": edited(*FIRST, "name", value="other"),
     "unknown container": edited("structure", "kind", value="set"),
-    "container is a list": edited("structure", value=[]),
-    "keys are missing": edited("structure", "keys", value=None),
     "too few keys": edited("structure", "keys", value=["image"]),
     "bool as key": with_container("dict", [True]),
-    "null as key": with_container("dict", [None]),
-    "list as key": with_container("dict", [["a"]]),
-    "float as key": with_container("dict", [1.5]),
     "duplicate keys": with_container("dict", ["a", "a"]),
-    "duplicate keys of nothing": {
-        "structure": {
-            "kind": "dict",
-            "keys": ["a", "a", "b"],
-            "children": [{"kind": "list"}, {"kind": "list"}, leaf_json("b")],
-        },
-    },
     "keys that differ in case": with_container("dict", ["a", "A"]),
     "positions out of order": with_container("tuple", [1, 0]),
-    "names as positions": with_container("list", ["a"]),
     "too deep": nested(33),
     "much too deep": nested(400),
     "code as field of a named tuple": with_container("namedtuple", ['__import__("os")']),
     "code as field of a dataclass": with_container("dataclass", ['__import__("os")']),
     "code as name of a named tuple": with_container("namedtuple", ["a"], '__import__("os")'),
     "keyword in a named tuple": with_container("namedtuple", ["class"]),
-    "keyword in a dataclass": with_container("dataclass", ["class"]),
-    "keyword as name": with_container("namedtuple", ["a"], "lambda"),
     "private field of a named tuple": with_container("namedtuple", ["_a"]),
     "duplicate fields of a dataclass": with_container("dataclass", ["a", "a"]),
-    "number as field of a dataclass": with_container("dataclass", [1]),
-    "number as field of a named tuple": with_container("namedtuple", [1]),
-    "null as name": with_container("namedtuple", ["a"], None),
-    "no name": with_container("dataclass", ["a"], []),
     "null byte in a name": with_container("dataclass", ["a"], "A\0B"),
     "terminal codes as mode": edited(*FIRST, "kind", value={"type": "image", "mode": "\x1b[2J"}),
-    "line as mode": edited(*FIRST, "kind", value={"type": "image", "mode": "RGB\n"}),
     "kind of nothing": edited(*FIRST, "kind", value={"type": "nothing"}),
-    "unit of nothing": edited(*SECOND, "kind", value={"type": "time", "unit": "x"}),
-    "text of numbers": edited(*FIRST, "kind", value={"type": "text"}),
-    "mask of nothing": edited(*FIRST, "kind", value={"type": "mask"}),
     "name too long": with_container("dict", ["k" * 235]),
     "lone surrogate": edited(*FIRST, "name", value="\ud800"),
     "twins of one name": with_container("namedtuple", ["ﬁ", "fi"]),
     "name that Python reads as another": with_container("dataclass", ["ﬁ", "b"]),
-    "debug as name": with_container("dataclass", ["__debug__", "b"]),
     "terminal codes as class": with_container("dataclass", ["a"], "\x1b"),
-    "markup as kind": edited(*FIRST, "kind", value="[/]"),
     "many dimensions": edited(*FIRST, "shape", value=[1] * 64 + [4]),
-    "many classes": {
-        "structure": {
-            "kind": "list",
-            "keys": list(range(257)),
-            "children": [
-                {
-                    "kind": "dataclass",
-                    "name": f"C{key}",
-                    "keys": ["a"],
-                    "children": [leaf_json(f"{key}.a")],
-                }
-                for key in range(257)
-            ],
-        },
-    },
 }
 
 
@@ -764,33 +660,4 @@ def test_json_any_value_replaced_is_refused_or_a_sound_schema(
     assert names_of(Schema.infer([schema.builder()(leaves)])) == names_of(schema)
 
 
-def test_node_and_schema_are_values() -> None:
-    assert Schema.infer([{"a": 1}]) == Schema.infer([{"a": 2}])
-    assert Schema.infer([{"a": 1}]) != Schema.infer([{"a": 1.0}])
-    assert hash(Schema.infer([[1]])) == hash(Schema.infer([[2]]))
-    assert Schema.infer([(1,)]).structure == Node(
-        "tuple", (0,), (leaf_node(Field("0", torch.int64, ())),)
-    )
-
-
 # Names in messages
-
-
-NAMED = {"in:put": {"a b": torch.zeros(3), "c.d": torch.zeros(3)}, "né": [torch.zeros(3)] * 2}
-
-
-def test_missing_field_is_told_by_its_keys_with_the_nearest_or_its_children() -> None:
-    schema = Schema.infer([NAMED])
-    names = [readable_name(field.name) for field in schema.fields]
-    assert names == ["in:put.a b", "in~3Aput.c~2Ed", "né.0", "né.1"]
-    assert [*map(stored_name, names)] == [field.name for field in schema.fields]
-    for name, expected, absent in [
-        ("in:put", ["in:put.a b", "in~3Aput.c~2Ed"], "leave it out"),
-        ("né", ["né.0", "né.1"], "did you mean"),
-        ("in:put.a_b", ["'in:put.a_b'", "did you mean 'in:put.a b'"], "leave it out"),
-        ("nothing", ["'nothing'", "leave it out"], "did you mean"),
-    ]:
-        why = schema.missing_field_message(stored_name(name))
-        assert all(each in why for each in expected), why
-        assert absent not in why
-        assert f"'{name}'" in why

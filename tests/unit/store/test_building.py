@@ -1,36 +1,30 @@
 """Below the ways to build: ranges of rows, the journal, the thread that writes, checksums."""
 
-import errno
-import heapq
 import multiprocessing
-import os
-from collections import deque
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Lock, Thread
 from time import sleep
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.sampling.rows import Shards
 from lightning_memmap.schema.forms import Declared
-from lightning_memmap.store import Damage, build_store, open_store, verify_store, writing
+from lightning_memmap.store import Damage, build_store, open_store, verify_store
 from lightning_memmap.store import building as building_module
 from lightning_memmap.store import journal as journal_module
 from lightning_memmap.store.building import Building
-from lightning_memmap.store.columns import FixedColumn
 from lightning_memmap.store.directory import StoreDirectory
-from lightning_memmap.store.growing import BackgroundBuild, Serving, open_growing
+from lightning_memmap.store.growing import BackgroundBuild, open_growing
 from lightning_memmap.store.journal import KEPT, WRITTEN, Journal
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.request import BuildRequest
 from lightning_memmap.store.workers import RowRanges
-from tests.datasets import Logged, Numbered, Wrapped, holds
+from tests.datasets import Logged, Numbered, holds
 from tests.unit.store.layout import files_of
 
 ROWS = st.lists(st.integers(0, 399), min_size=1, max_size=60)
@@ -64,31 +58,6 @@ def test_missing_rows_are_dealt_once_whatever_they_cost(
         dealt += rows
         ranges.note(rows, [0.0, 1e4, 1e-3][index % 3])
     assert sorted([*dealt, *{*done}]) == list(range(400))
-
-
-def makespan_s(num_rows: int, row_s: float, num_workers: int, known_row_s: float) -> float:
-    """The time when the last worker ends. Each has one range in hand and one waiting."""
-    ranges = RowRanges([range(num_rows)], max_rows=1024, num_workers=num_workers, row_s=known_row_s)
-    tasks, ends = iter(ranges), [(0.0, worker) for worker in range(num_workers)]
-    waiting = [deque([next(tasks), next(tasks)]) for _ in range(num_workers)]
-    last_s = 0.0
-    while ends:
-        now_s, worker = heapq.heappop(ends)
-        if waiting[worker]:
-            rows = waiting[worker].popleft()
-            last_s = now_s + len(rows) * row_s
-            ranges.note(rows, len(rows) * row_s)
-            waiting[worker].extend([task] if (task := next(tasks, None)) is not None else [])
-            heapq.heappush(ends, (last_s, worker))
-    return last_s
-
-
-@pytest.mark.parametrize("known_row_s", [0.001, 0.05, 1.0])
-def test_ranges_of_slow_rows_keep_all_workers_busy_to_the_end(known_row_s: float) -> None:
-    # Each of 4 workers has 100 rows to read in the best case.
-    assert makespan_s(400, 0.05, 4, known_row_s) <= 1.1 * 100 * 0.05
-    cheap = RowRanges([range(100_000)], max_rows=1024, num_workers=4, row_s=1e-5)
-    assert len(list(cheap)) == -(-100_000 // 1024)
 
 
 class Failing(Logged):
@@ -155,46 +124,7 @@ def test_rows_count_as_kept_once_their_files_and_the_names_of_these_are_on_the_d
 # Items are written in a thread, while those that come next are read
 
 
-class Announced(Wrapped):
-    """Tells when a row is read."""
-
-    def __init__(self, dataset: Any, row: int, is_read: Event) -> None:
-        super().__init__(dataset)
-        self.row, self.is_read = row, is_read
-
-    def __getitem__(self, row: int) -> Any:
-        if row == self.row:
-            self.is_read.set()
-        return super().__getitem__(row)
-
-
-def test_items_are_read_while_others_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writing, "_MAX_BLOCK_ROWS", 20)
-    is_read, was_read, write = Event(), list[bool](), FixedColumn.write
-
-    def wait(self: FixedColumn, *arguments: Any) -> None:
-        was_read.append(is_read.wait(60.0))
-        write(self, *arguments)
-
-    monkeypatch.setattr(FixedColumn, "write", wait)
-    # No probe row. It is of the second range, and nothing of the first one is written before.
-    dataset = Announced(Numbered(50), 25, is_read)
-    store = build_store(dataset, tmp_path / "s", progress=False, fingerprint="one")
-    assert all(was_read)
-    assert holds(store, Numbered(50))
-
-
 # Checksums
-
-
-def test_all_bytes_that_are_read_are_counted_before(tmp_path: Path) -> None:
-    rows = [torch.full((row % 7,), row) for row in range(100)]
-    store = build_store(rows, tmp_path / "s", num_shards=7, progress=False)
-    read: list[int] = []
-    assert verify_store(store.path, advance=read.append) == []
-    assert sum(read) == sum(store.manifest.file_bytes.values())
 
 
 def test_verify_names_field_shard_and_file(tmp_path: Path) -> None:
@@ -252,21 +182,6 @@ def test_files_of_a_store_are_brought_to_the_disk_while_it_is_committed(
     for thread in started:
         thread.join()
     assert ended == [None] * 3
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_full_disk_at_the_start_of_a_resumed_build_names_the_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    def make(generation: Path, num_rows: int) -> Any:
-        raise OSError(code, os.strerror(code), str(generation / "serving"))
-
-    monkeypatch.setattr(Serving, "make", make)
-    asked = BuildRequest(Numbered(30), tmp_path / "s", None, 1, None, Declared(), progress=False)
-    with pytest.raises(OSError, match="space") as raised:
-        BackgroundBuild({"train": asked}, 1, lambda _: {}, 8)
-    assert raised.value.errno == code
-    assert raised.value.filename == str(tmp_path / "s")
 
 
 def test_dataset_that_cannot_be_sent_to_a_started_process_is_named(

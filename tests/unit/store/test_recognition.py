@@ -24,7 +24,6 @@ from lightning_memmap.store.samples import probe_rows
 from tests.datasets import Counting
 from tests.unit.store.build_server import Deadly
 from tests.unit.store.layout import building_path, files_of, names_in
-from tests.unit.store.signing import sign_manifest
 
 NUM_ROWS = 3000
 UNPROBED = 1234
@@ -324,14 +323,6 @@ def test_build_fingerprint_that_is_none_is_refused(
 ) -> None:
     with pytest.raises(error, match="fingerprint"):
         build(OLD, tmp_path, fingerprint=given)
-
-
-def test_rebuild_of_a_store_from_before_fingerprints_compares_probes(tmp_path: Path) -> None:
-    build(OLD, tmp_path)
-    sign_manifest(tmp_path / "s", lambda body: body.pop("fingerprint"))
-    dataset = Counting(OLD)
-    build(dataset, tmp_path)
-    assert dataset.rows == probe_rows(NUM_ROWS)
 
 
 # Processes and files

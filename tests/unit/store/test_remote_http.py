@@ -15,7 +15,6 @@ import fsspec
 import pytest
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.cli import main
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.store import (
     Store,
@@ -120,23 +119,6 @@ def test_chunk_that_is_spoilt_once_is_the_only_one_read_again(
     assert holds(opened, Numbered(NUM_ROWS))
 
 
-def test_server_that_does_not_answer_is_named_while_it_is_waited_for(
-    web: FileServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    opened = open_store(f"{web.url}/train")
-    monkeypatch.setattr(files, "_SILENT_S", 0.05)
-    asked = threading.Event()
-
-    def wait(path: str) -> Fault:
-        asked.wait(0.3)
-        return None
-
-    web.fault = wait
-    assert opened[0] is not None
-    found = [each for each in caplog.records if web.url in each.getMessage()]
-    assert len(found) == 1  # For several threads and files.
-
-
 @pytest.mark.parametrize("name", ["manifest.json", "x.memmap"])
 @pytest.mark.parametrize("fault", [ENDLESS, PACKED])
 def test_answer_without_end_costs_no_more_memory_than_was_asked_for(
@@ -197,26 +179,6 @@ def test_fields_of_any_name_are_pulled(web: FileServer, tmp_path: Path) -> None:
         assert all(near[row] == rows[row] for row in range(20))
         for key in keys:
             assert open_store(url).values(key).tolist() == [*range(20)]
-
-
-def test_server_that_lists_nothing_is_told_which_url_to_give(
-    web: FileServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["store", "pull", web.url, str(tmp_path / "near")])
-    assert f"{web.url}/train" in capsys.readouterr().err
-    assert holds(
-        pull_store(f"{web.url}/train", tmp_path / "near", progress=False), Numbered(NUM_ROWS)
-    )
-
-
-def test_url_that_path_has_shortened_is_refused(tmp_path: Path) -> None:
-    url = Path("s3://bucket/s")
-    for action in (open_store, lambda path: build_store(Numbered(5), path, progress=False)):
-        with pytest.raises(ValueError, match=r"path 's3:/bucket/s': a URL has two slashes"):
-            action(url)
-    with pytest.raises(ValueError, match="two slashes"):
-        MemmapDataModule(store_dir=url, batch_size=8)
 
 
 # Servers that are gone

@@ -15,16 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling.rows import Shards
 from lightning_memmap.store import build_store, open_store, verify_store
 from lightning_memmap.store.checksums import CHUNK_BYTES
-from lightning_memmap.store.growing import open_growing
 from lightning_memmap.store.manifest import MANIFEST
 from tests.datasets import Numbered, holds
-from tests.unit.store.layout import files_of, is_empty
+from tests.unit.store.layout import files_of
 from tests.unit.store.signing import sign_manifest
-from tests.unit.store.test_growing import leave_unfinished
 
 pytestmark = pytest.mark.slow
 
@@ -124,24 +121,6 @@ def test_build_of_a_store_that_may_only_be_read_uses_it_and_writes_nothing(
 
     assert run_as(OTHER, use) == ["done"]
     assert everything(locked_out.parent) == before
-
-
-@pytest.mark.parametrize("given", [None, "v2"])
-def test_dataset_whose_identity_changed_is_told_how_often_it_is_compared(
-    locked_out: Path, given: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Renamed(Numbered):
-        """The same rows."""
-
-    def use() -> None:
-        for _ in range(2):
-            caplog.clear()
-            assert holds(build(locked_out, Renamed(100, NEW.version), fingerprint=given), NEW)
-            (told,) = caplog.messages
-            assert "All 100 rows are compared with it, each time, since this process may" in told
-            assert "train without the dataset" in told
-
-    assert run_as(OTHER, use) == ["done"]
 
 
 def test_build_of_another_dataset_over_a_store_that_may_only_be_read_is_refused(
@@ -246,18 +225,6 @@ def test_lock_that_others_have_planted_is_refused_and_not_followed(
     assert not (outside.parent / "nowhere").exists()
 
 
-@needs_root
-def test_build_of_another_user_says_what_to_do(shared: Path) -> None:
-    path = shared / "train"
-    leave_unfinished(path)
-    for each in (path, *path.rglob("*")):
-        os.chown(each, OWNER, OWNER)
-    kind, text = run_as(OTHER, lambda: open_growing(path))
-    assert kind == "StoreError"
-    assert f"the store at {path} is still being built" in text
-    assert "belongs to another user" in text
-
-
 # What the system refuses
 
 
@@ -286,21 +253,6 @@ def test_open_beyond_the_address_space_says_so(shared: Path, pristine: dict[int,
     assert "ulimit -v" in text
 
 
-def test_build_beyond_the_size_of_a_file_says_so_and_leaves_nothing(shared: Path) -> None:
-    shared.chmod(0o777)
-
-    def build_limited() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-        build(shared / "s")
-
-    kind, text = run_as(OTHER, build_limited)
-    assert kind == "OSError"
-    assert f"[Errno {errno.EFBIG}] File too large: the store needs 4000 bytes" in text
-    assert "up to 3200" in text
-    assert "ulimit -f" in text
-    assert is_empty(shared / "s")
-
-
 def test_rows_beyond_the_size_of_a_file_say_so_and_are_built_on(shared: Path) -> None:
     shared.chmod(0o777)
     rows = [torch.full((row % 7 * 20,), row) for row in range(500)]
@@ -316,15 +268,3 @@ def test_rows_beyond_the_size_of_a_file_say_so_and_are_built_on(shared: Path) ->
     assert f"'{shared / 's'}'" in text
     assert run_as(OTHER, lambda: build(shared / "s", rows)) == ["done"]
     assert [found.tolist() for found in open_store(shared / "s")] == [row.tolist() for row in rows]
-
-
-def test_verify_unreadable_disk_says_so(
-    pristine: dict[int, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-
-    def fail(*arguments: Any) -> bytes:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(StoreError, match=r"x\.memmap cannot be read: Input/output error"):
-        verify_store(pristine[NEW.version])

@@ -759,17 +759,6 @@ def test_tensordict_and_tensor_that_requires_grad_are_columns(tmp_path: Path) ->
     assert [int(store[row]["x"]["a"]) for row in range(3)] == [0, 1, 2]
 
 
-def test_array_of_a_closed_file_is_refused(tmp_path: Path) -> None:
-    with import_module("h5py").File(tmp_path / "rows.h5", "w") as file:
-        file["x"] = np.arange(3)
-        values = file["x"]
-        opened = ColumnDataset({"x": values})
-    with pytest.raises(DatasetError, match=r"column 'x': it can't be read"):
-        ColumnDataset({"x": values})
-    with pytest.raises(DatasetError, match="the dataset raised at row 0"):
-        build(tmp_path / "s", opened)
-
-
 @pytest.mark.parametrize(
     "values",
     [["a\0", "bc"], [b"a\0", b"bc"], [[1], [2, 3]], [["a", "b"], ["c", "d"]], [2, 3], [[2], [3]]],

@@ -1,14 +1,12 @@
 """Tables of any library: the dtypes and names of their columns, whatever is missing, and files that
 are read piece by piece."""
 
-import datetime
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from decimal import Decimal
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -209,27 +207,6 @@ def test_none_in_a_list_of_numbers_is_refused_at_its_row(tmp_path: Path, kind: A
         build(tmp_path / "s", ColumnDataset(table))
 
 
-@pytest.mark.parametrize(
-    ("kind", "value", "filler"),
-    [
-        (arrow.float32(), 1.0, "NaN"),
-        (arrow.uint8(), 1, "0"),
-        (arrow.bool_(), True, "False"),
-        (arrow.timestamp("us"), 1, "1970-01-01 00:00:00"),
-        (arrow.duration("s"), 1, "0:00:00"),
-    ],
-    ids=str,
-)
-def test_what_is_to_take_the_place_of_none_is_of_its_type(
-    tmp_path: Path, kind: Any, value: Any, filler: str
-) -> None:
-    lists = arrow.array([[value, None]] * 12, arrow.list_(kind))
-    with pytest.raises(SchemaError, match=rf"'s': .*such as with {filler}, or"):
-        build(tmp_path / "s", ColumnDataset({"s": lists}))
-    with pytest.raises(SchemaError, match=r"'s' is None in each of the 8 rows"):
-        build(tmp_path / "s", ColumnDataset({"s": arrow.array([None] * 12, kind), "i": range(12)}))
-
-
 @pytest.mark.parametrize("kind", ["ListView", "LargeListView"])
 def test_views_of_lists_are_lists_of_their_dtype(tmp_path: Path, kind: str) -> None:
     # They overlap, go backwards, and what is behind a null is no value.
@@ -252,59 +229,6 @@ def test_views_of_lists_are_lists_of_their_dtype(tmp_path: Path, kind: str) -> N
             assert (None if found is None else found.tolist()) == expected
 
 
-def empty_lists(dtype: str | None) -> dict[str, Any]:
-    pandas, datasets = import_module("pandas"), import_module("datasets")
-    rows: list[Any] = [[]] * NUM_ROWS
-    kind = arrow.list_(arrow.null() if dtype is None else arrow.from_numpy_dtype(dtype))
-    table = arrow.table({"x": arrow.array(rows, kind), "i": range(NUM_ROWS)})
-    if dtype is None:
-        return {
-            "list": ColumnDataset({"x": rows, "i": range(NUM_ROWS)}),
-            "items": [{"x": [], "i": row} for row in range(NUM_ROWS)],
-            "pandas": ColumnDataset(pandas.DataFrame({"x": rows, "i": range(NUM_ROWS)})),
-            "polars": ColumnDataset(polars.DataFrame({"x": rows, "i": range(NUM_ROWS)})),
-            "arrow": ColumnDataset(table),
-            "library": datasets.Dataset(table),
-        }
-    return {
-        "list": ColumnDataset({"x": [np.empty(0, dtype)] * NUM_ROWS, "i": range(NUM_ROWS)}),
-        "pandas": ColumnDataset(table.to_pandas(types_mapper=pandas.ArrowDtype)),
-        "polars": ColumnDataset(polars.DataFrame(table)),
-        "arrow": ColumnDataset(table),
-        "library": datasets.Dataset(table).with_format("numpy"),
-    }
-
-
-def test_lists_that_are_all_empty_have_their_dtype_or_none(tmp_path: Path) -> None:
-    for name, dataset in empty_lists("float32").items():
-        field = build(tmp_path / name, dataset).schema.fields[0]
-        assert (name, field.name, field.dtype) == (name, "x", torch.float32)
-    for name, dataset in empty_lists(None).items():
-        with pytest.raises(SchemaError, match=r"'x' is an empty list in each .*variable=\['x'\]"):
-            build(tmp_path / f"no {name}", dataset)
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (Decimal("1.5"), r"Decimal.*float64.*polars.Float64.*pyarrow.float64\(\).*cast_column"),
-        (datetime.time(1), r"time.*to_timedelta.*polars.Duration.*pyarrow.int64\(\).*cast_column"),
-        (import_module("pandas").Period("2020-01"), r"Period.*to_timestamp"),
-    ],
-)
-@pytest.mark.parametrize("in_list", [False, True])
-def test_values_that_no_tensor_has_name_what_converts_them(
-    tmp_path: Path, value: Any, words: str, in_list: bool
-) -> None:
-    rows = [[value]] * 9 if in_list else [value] * 9
-    given: dict[str, Any] = {"pandas": import_module("pandas").Series(rows, dtype=object)}
-    if "Period" not in words:
-        given |= {"polars": polars.Series(rows), "arrow": arrow.array(rows)}
-    for column in given.values():
-        with pytest.raises(SchemaError, match=f"row 0, field 'x.*': found {words}"):
-            build(tmp_path / "s", ColumnDataset({"x": column}))
-
-
 @pytest.mark.parametrize("kind", [arrow.int32(), arrow.float64(), arrow.timestamp("us")], ids=str)
 @pytest.mark.parametrize("row", [0, 3, NUM_ROWS - 1])
 def test_none_that_a_format_gives_another_dtype_is_refused_at_its_row(
@@ -318,20 +242,6 @@ def test_none_that_a_format_gives_another_dtype_is_refused_at_its_row(
     if kind != arrow.timestamp("us"):
         others = [other for other in range(NUM_ROWS) if other != row]
         assert build(tmp_path / "t", rows.select(others))[0]["x"] == 1
-
-
-@pytest.mark.parametrize(
-    "column",
-    [
-        polars.Series([object()] * 3, dtype=polars.Object),
-        polars.Series([1, 2, 3], dtype=polars.Int128),
-    ],
-    ids=["objects", "of no library but this"],
-)
-def test_column_that_arrow_cannot_hold_is_named(column: Any) -> None:
-    for table in (polars.DataFrame({"a": column}), {"a": column}):
-        with pytest.raises(TypeError, match="column 'a'"):
-            ColumnDataset(table)
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
@@ -412,32 +322,6 @@ def plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
-def test_bools_of_a_byte_are_bools(tmp_path: Path) -> None:
-    storage = arrow.array([1, 0, -3] * 20, arrow.int8())
-    bools = arrow.ExtensionArray.from_storage(arrow.bool8(), storage)
-    lists = arrow.ListArray.from_arrays(list(range(0, 63, 3)), bools)
-    for name, column in {"one": bools, "lists": lists}.items():
-        store = build(tmp_path / name, ColumnDataset(arrow.table({"x": column})))
-        assert store.schema.fields[0].dtype is torch.bool
-        assert plain([store[row]["x"] for row in range(len(store))]) == column.to_pylist()
-
-
-def test_what_would_lose_its_meaning_as_numbers_is_refused() -> None:
-    pandas = import_module("pandas")
-    for values, words in (
-        (pandas.period_range("2020-01", periods=3, freq="M"), r"pandas.period.*to_timestamp"),
-        (pandas.interval_range(0, 3, closed="both"), r"pandas.interval.*\.left and"),
-        (pandas.arrays.SparseArray([0, 1]), r"sparse.*\.sparse\.to_dense\(\)"),
-    ):
-        column = pandas.Series(values)
-        tables = [pandas.DataFrame({"x": column})]
-        if "pandas" in words:
-            tables.append(arrow.table({"x": arrow.array(column)}))
-        for table in tables:
-            with pytest.raises(TypeError, match=rf"column 'x': found {words}"):
-                ColumnDataset(table)
-
-
 @pytest.mark.parametrize("kind", ["arrow", "parquet", "library"])
 def test_lists_that_are_all_empty_have_the_type_of_their_items(tmp_path: Path, kind: str) -> None:
     texts, records = arrow.string(), arrow.struct([("a", arrow.int64()), ("b", arrow.binary())])
@@ -478,24 +362,6 @@ def test_values_and_none_that_are_rare_are_found_before_the_build(tmp_path: Path
         assert [plain(store[row]) for row in range(NUM_ROWS)] == rows
 
 
-@pytest.mark.parametrize(
-    ("items", "words"),
-    [
-        ([1, None], "row 23, field 'x': it contains None"),
-        (["a", "b"], "row 0, field 'x': found a numpy array of dtype object"),
-        ([{"a": 1}], "row 0, field 'x': found a numpy array of dtype object"),
-    ],
-    ids=["none", "texts", "records"],
-)
-def test_lists_that_a_format_cannot_give_are_refused(
-    tmp_path: Path, items: list[Any], words: str
-) -> None:
-    rows = [items if row == 23 else items[:1] for row in range(NUM_ROWS)]
-    dataset = import_module("datasets").Dataset(arrow.table({"x": arrow.array(rows)}))
-    with pytest.raises(SchemaError, match=rf"{words}.*with_format\(None\)"):
-        build(tmp_path / "s", dataset.with_format("numpy"))
-
-
 @pytest.mark.parametrize("none", [[], [1]])
 def test_runs_of_equal_values_are_stored_as_values(tmp_path: Path, none: list[int]) -> None:
     # Rows of such a column cannot be filtered by pyarrow, and some have none.
@@ -525,12 +391,6 @@ build_store(ColumnDataset(rows), "s", num_shards=7, progress=False)
     assert [store[row]["age"].item() for row in range(NUM_ROWS)] == list(range(NUM_ROWS))
 
 
-def test_none_is_nan_where_the_format_of_a_dataset_makes_it_so(tmp_path: Path) -> None:
-    rows = import_module("datasets").Dataset.from_dict({"x": [1.0, None, 2.0]}).with_format("torch")
-    store = build(tmp_path / "s", rows)
-    assert [str(store[row]["x"].item()) for row in range(3)] == ["1.0", "nan", "2.0"]
-
-
 class Speaker:
     """A table of a library that nobody knows, which speaks the protocol of Arrow."""
 
@@ -558,20 +418,6 @@ def write_files(path: Path, num_files: int, num_columns: int) -> Path:
         table = arrow.table({f"c{k}": rows + k for k in range(num_columns)})
         write(table, path / f"{number:03}.parquet", row_group_size=10)
     return path
-
-
-@pytest.mark.parametrize(
-    ("other", "found"),
-    [({"y": [1]}, "no column 'x'"), ({"x": [1.5]}, "column 'x' has type double, but int64 in")],
-)
-def test_parquet_file_that_does_not_go_with_the_first_is_named(
-    tmp_path: Path, other: dict[str, list[Any]], found: str
-) -> None:
-    write = import_module("pyarrow.parquet").write_table
-    for name, columns in {"a.parquet": {"x": [1, 2]}, "b.parquet": other}.items():
-        write(arrow.table(columns), tmp_path / name)
-    with pytest.raises(DatasetError, match=rf"b\.parquet: .*{found}"):
-        build(tmp_path / "s", ColumnDataset(tmp_path))
 
 
 VIEWS = {

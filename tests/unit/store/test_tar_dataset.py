@@ -10,7 +10,6 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import msgspec
 import numpy as np
 import pytest
@@ -179,12 +178,9 @@ def test_patterns_stand_for_files_in_order(
     [
         ("none-*.tar", ValueError, "no file fits"),
         ("ds-{0..3}.tar", FileNotFoundError, "ds-0.tar"),
-        ("ds-{3..0}.tar", ValueError, r"tars=.*000\.\.003"),
-        ("ds-{0..99999999}.tar", ValueError, r"tars=.*000\.\.003"),
         ("{a,{b,c}}.tar", ValueError, "tars=.*braces"),
         ([], ValueError, "tars="),
         ("https://example.com/a.tar", ValueError, "tars="),
-        ("pipe:cat a.tar", ValueError, "tars="),
     ],
 )
 def test_files_that_are_not_there_are_refused(
@@ -343,11 +339,9 @@ def test_archives_of_gnu_tar_are_whole(tmp_path: Path, kind: Any, options: Any) 
     ("members", "fields", "words"),
     [
         ([("1.cls", b"x")], None, r"'1\.cls' cannot be read: ValueError"),
-        ([("1.txt", b"\xff")], None, r"'1\.txt' cannot be read: UnicodeDecodeError"),
         ([("1.json", b"{" * 10000)], None, r"'1\.json' cannot be read"),
         ([("1.png", b"x")], None, r"'1\.png' cannot be read: ImageError: "),
         ([("1.png", b"x")], {"label": "cls"}, r"sample '1' has 0 members 'cls' for the field"),
-        ([("1.a", b""), ("1.b", b"")], {"x": "a;b"}, r"sample '1' has 2 members 'a;b'"),
         ([("1.a", b""), ("1.A", b"")], None, r"'1\.A': the sample '1' has two such members"),
     ],
 )
@@ -527,37 +521,3 @@ def test_store_is_built_by_workers_and_resumed(
     assert [store[row]["name"] for row in range(40)] == [f"rows/{row:04}" for row in range(40)]
     assert store[17]["image"] == dataset[17]["image"]
     assert verify_store(store.path) == []
-
-
-@pytest.mark.slow
-def test_training_goes_on_while_the_store_is_built(tars: Path, tmp_path: Path) -> None:
-    data = MemmapDataModule(
-        TarDataset(str(tars / "*.tar"), {"label": "cls", "name": "__key__"}),
-        store_dir=tmp_path,
-        batch_size=8,
-        build="while_training",
-        num_workers=1,
-    )
-    trainer = L.Trainer(
-        max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False
-    )
-    trainer.fit(module := Names(), data)
-    for epoch in (module.names[:40], module.names[40:]):
-        assert sorted(epoch) == [f"rows/{row:04}" for row in range(40)]
-
-
-class Names(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.names: list[str] = []
-
-    def validation_step(self, batch: Any, _: int) -> None:
-        pass
-
-    def training_step(self, batch: Any, _: int) -> Tensor:
-        self.names += batch["name"]
-        return self.weight * 1.0
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
