@@ -14,9 +14,9 @@ from lightning_memmap.loading import Packing
 from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.sampling import KFold, Packed
 from lightning_memmap.sampling.packed import PackedSampler
+from tests.models import make_trainer
 
 LENGTH = 32
-from tests.models import make_trainer
 
 
 class Documents(Dataset[dict[str, Any]]):
