@@ -38,6 +38,7 @@ except ModuleNotFoundError:  # A machine with GPUs and without network runs only
 
 if TYPE_CHECKING:
     from lightning_memmap.store import Store
+    from tests.support.store.build_server import BuildServer
 
 # torch and the package are imported where they are used: what hands out the tests to processes
 # needs neither, and they start after it.
@@ -64,7 +65,12 @@ _TESTS = Path(__file__).parent
 
 
 #: All tests of these folders are slow. Elsewhere, modules and tests have the marker.
-_SLOW = ("benchmarks", "distributed", "parity", "reliability", "strategies")
+_SLOW = (
+    "contract/resume",
+    "contract/strategies",
+    "programs/benchmarks",
+    "programs/reliability",
+)
 
 
 # What is imported stays: it is looked through for garbage once, when the tests are collected.
@@ -100,23 +106,26 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return (config.option.markexpr == "not slow" and is_slow(collection_path)) or None
 
 
+def is_in_slow_folder(path: Path) -> bool:
+    return path.relative_to(_TESTS).as_posix().startswith(_SLOW)
+
+
 @functools.cache
 def is_slow(path: Path) -> bool:
     """Whether all tests of a module are slow."""
-    in_folder = path.relative_to(_TESTS).parts[0] in _SLOW
-    return in_folder or bool(
+    return is_in_slow_folder(path) or bool(
         re.search(r"^pytestmark = \[?\s*pytest\.mark\.slow", path.read_text(), re.M)
     )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    from tests.installed import remember_entry_points
+    from tests.support.installed import remember_entry_points
 
     remember_entry_points()
     # None of the modules that take long is then what the other processes wait for.
     items.sort(key=lambda item: not is_slow(item.path))
     for item in items:
-        if item.path.relative_to(_TESTS).parts[0] in _SLOW:
+        if is_in_slow_folder(item.path):
             item.add_marker("slow")
 
 
@@ -225,7 +234,7 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def numbered_store(tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., Store]":
     """Builds stores of numbered rows, by rows, shards and extra bytes per row, each one once."""
     from lightning_memmap.store import build_store
-    from tests.rows import NumberedRows
+    from tests.support.rows import NumberedRows
 
     directory = tmp_path_factory.mktemp("numbered")
 
@@ -236,3 +245,23 @@ def numbered_store(tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., S
         return build_store(dataset, path, num_shards=num_shards, progress=False)
 
     return build
+
+
+@pytest.fixture(scope="session")
+def server() -> "Iterator[BuildServer]":
+    """The process that starts builders."""
+    from tests.support.store.build_server import BuildServer
+
+    with BuildServer() as started:
+        yield started
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of stores at URLs. Failed requests are repeated at once."""
+    from lightning_memmap.store.remote import files
+    from lightning_memmap.store.remote.cache import DIRECTORY
+
+    monkeypatch.setenv(DIRECTORY, str(tmp_path / "cache"))
+    monkeypatch.setattr(files, "_FIRST_PAUSE_S", 0.001)
+    return tmp_path / "cache"

@@ -1,7 +1,7 @@
 """Permutations of the rows of shards, computed from random bits for any position.
 
 Three constructions, by the rows of the longest shard. Times are for 65,536 positions at a time in
-24 shards, on one core of an AMD EPYC (tests/benchmarks/order.py)::
+24 shards, on one core of an AMD EPYC (tests/programs/benchmarks/order.py)::
 
                  rows          tables                       ns per row
     _Sorted      < 1,024       8 bytes per row              1.4

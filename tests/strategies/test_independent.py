@@ -22,10 +22,12 @@ from lightning_memmap.sampling import KFold
 from lightning_memmap.strategies import IndependentStrategy, read_results
 from lightning_memmap.strategies.members.processes import MEMBER_VARIABLE, MemberLauncher
 from lightning_memmap.strategies.members.results import MemberResult, old_results
-from tests.models import Points, Regression, make_trainer, weights
-from tests.strategies.contract import CASES
-from tests.strategies.traces import changed_by_fit
-from tests.versions import weights_only
+from tests.contract.strategies.cases import CASES
+from tests.support.models import Points, Regression, make_trainer, weights
+from tests.support.traces import changed_by_fit
+from tests.support.versions import weights_only
+
+pytestmark = pytest.mark.slow
 
 FOLDS = 2
 MEMBER = 1

@@ -1,7 +1,9 @@
 """What is particular to ``memmap_model_parallel``: stages, and what moves."""
 
+import itertools
+import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.strategies import LocalModelParallelStrategy
-from lightning_memmap.strategies.model_parallel import cut_into_stages, move_stages
-from tests.models import make_trainer, weights
-from tests.rows import CPU
-from tests.strategies.test_dp import VAL, Base, Lbfgs, fit_one, make_data
+from lightning_memmap.strategies.model_parallel import cut_into_stages, even_cut, move_stages
+from tests.strategies.test_data_parallel import VAL, Base, Lbfgs, fit_one, make_data
+from tests.support.models import make_trainer, weights
+from tests.support.rows import CPU
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:You called `self.log.*but have no logger configured"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:You called `self.log.*but have no logger configured"),
+]
 CPU_1, META = torch.device("cpu:1"), torch.device("meta")
 
 
@@ -303,3 +306,19 @@ class TestErrors:
         change(module)
         with pytest.raises((ValueError, UnsuitableModuleError), match=match):
             fit_stages(tmp_path, module, precision="32-true")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_even_cut_has_the_smallest_largest_stage(seed: int) -> None:
+    dice = random.Random(seed)
+    loads = [dice.choice([0, 1, 5, 20, 100]) for _ in range(dice.randint(1, 9))]
+    num_stages = dice.randint(1, len(loads))
+
+    def largest(bounds: Sequence[int]) -> int:
+        return max(sum(loads[a:b]) for a, b in itertools.pairwise(bounds))
+
+    found = even_cut(loads, num_stages)
+    assert (found[0], found[-1], len(found)) == (0, len(loads), num_stages + 1)
+    assert found == sorted(set(found))
+    cuts = itertools.combinations(range(1, len(loads)), num_stages - 1)
+    assert largest(found) == min(largest((0, *cut, len(loads))) for cut in cuts)

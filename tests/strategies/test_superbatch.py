@@ -12,8 +12,10 @@ from torch.utils.data import DataLoader
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.strategies import STRATEGIES, SuperBatchStrategy
-from tests.models import Points, Regression, make_trainer, weights
-from tests.rows import CPU, NumberedRows, joined, make_loader, rows_of
+from tests.support.models import Points, Regression, make_trainer, weights
+from tests.support.rows import CPU, NumberedRows, joined, make_loader, rows_of
+
+pytestmark = pytest.mark.slow
 
 TRAIN, VAL = Points(63), Points(20, 100)
 

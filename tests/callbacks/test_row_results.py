@@ -1,0 +1,318 @@
+"""`RowResults` in one process: what is kept when runs end, resume and fail."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_memmap import MemmapDataModule, open_store, verify_store
+from lightning_memmap.callbacks import RowResults
+from lightning_memmap.errors import SchemaError, StoreError
+from lightning_memmap.results import read_row_results
+from tests.support.models import Points, Regression, make_trainer
+from tests.support.versions import weights_only
+
+NUM_ROWS = 61
+KEYS = ["row_loss", "row", "step"]
+
+
+class EndError(Exception):
+    """Ends a training."""
+
+
+class PerRow(Regression):
+    """Returns what it computed for each row, and fails in a step."""
+
+    def __init__(self, fails: int = -1) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        if self.global_step == self.fails:
+            raise EndError
+        losses = (self(batch["x"]) - batch["y"]).square().mean(1)
+        step = torch.full_like(batch["row"], self.global_step)
+        return {"loss": losses.mean(), "row_loss": losses, "row": batch["row"], "step": step}
+
+
+class Returning(Regression):
+    """Returns what a function makes of a batch and its number besides its loss."""
+
+    def __init__(self, function: Callable[[Any, int], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss, **self.function(batch, batch_idx)}
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.function(batch, batch_idx)
+
+
+def data(path: Path, batch_size: int = 4, **options: Any) -> MemmapDataModule:
+    """A data module whose epoch has 15 steps of one device."""
+    return MemmapDataModule(
+        Points(NUM_ROWS), store_dir=path / "stores", batch_size=batch_size, num_shards=4, **options
+    )
+
+
+def fit(
+    path: Path,
+    module: Any,
+    results: RowResults,
+    *,
+    checkpoint: Path | None = None,
+    saves_on_exception: bool = False,
+    max_epochs: int = 3,
+    devices: int = 1,
+    **options: Any,
+) -> None:
+    """Train, and save a checkpoint every five steps and at the end of each epoch."""
+    savers: list[Any] = [
+        ModelCheckpoint(path, "{step}", save_top_k=-1, every_n_train_steps=5),
+        ModelCheckpoint(path, "end-{epoch}", save_top_k=-1, every_n_epochs=1),
+        *([OnExceptionCheckpoint(path, "stopped")] if saves_on_exception else []),
+    ]
+    trainer = make_trainer(
+        path,
+        strategy="memmap_superbatch",
+        devices=devices,
+        max_epochs=max_epochs,
+        enable_checkpointing=True,
+        callbacks=[results, *savers],
+    )
+    loaders = data(path, batch_size=4 // devices, **options)
+    trainer.fit(module, loaders, ckpt_path=checkpoint, **weights_only(checkpoint is not None))
+
+
+def uninterrupted(path: Path) -> Any:
+    fit(path, PerRow(), RowResults(path / "results", KEYS))
+    return read_row_results(path / "results", "all")
+
+
+def assert_equal(results: Any, expected: Any) -> None:
+    assert results.batch_size == expected.batch_size
+    for name, value in expected.items():
+        torch.testing.assert_close(results[name], value, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*was called without a model", "ignore:.*no last checkpoint available"
+)
+@pytest.mark.parametrize(
+    ("fails", "checkpoint"),
+    [
+        (7, "step=5"),  # Inside the first epoch.
+        (9, "stopped"),
+        (28, "stopped"),
+        (28, "step=25"),  # Inside the second epoch.
+        (16, "end-epoch=0"),
+        (40, "step=20"),  # From an epoch that has been committed.
+        (33, "step=10"),
+        (44, "end-epoch=0"),
+    ],
+)
+def test_resumed_run_has_the_results_of_one_that_never_ended(
+    tmp_path: Path, fails: int, checkpoint: str
+) -> None:
+    expected = uninterrupted(tmp_path / "whole")
+    path = tmp_path / "ended"
+    results = RowResults(path / "results", KEYS)
+    with pytest.raises(EndError):
+        fit(path, PerRow(fails), results, saves_on_exception=checkpoint == "stopped")
+    committed = fails // 15
+    assert sorted(p.name for p in (path / "results").glob("epoch-*")) == [
+        f"epoch-{epoch:06d}" for epoch in range(committed)
+    ]
+    fit(path, PerRow(), RowResults(path / "results", KEYS), checkpoint=path / f"{checkpoint}.ckpt")
+    assert_equal(read_row_results(path / "results", "all"), expected)
+    assert not [*(path / "results").glob("parts/*")]
+
+
+def test_run_resumed_twice_on_other_devices_has_each_row_once(tmp_path: Path) -> None:
+    expected = uninterrupted(tmp_path / "whole")
+    path = tmp_path / "ended"
+    with pytest.raises(EndError):
+        fit(path, PerRow(13), RowResults(path / "results", KEYS), devices=2)
+    with pytest.raises(EndError):
+        fit(
+            path,
+            PerRow(9),
+            RowResults(path / "results", KEYS),
+            checkpoint=path / "step=5.ckpt",
+            devices=4,
+        )
+    fit(path, PerRow(), RowResults(path / "results", KEYS), checkpoint=path / "step=5.ckpt")
+    results = read_row_results(path / "results", "all")
+    for name in ("row", "step", "seen", "epoch"):
+        assert torch.equal(results[name], expected[name])
+    torch.testing.assert_close(results["row_loss"], expected["row_loss"])
+
+
+def test_results_of_another_run_are_kept_or_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "results"
+    fit(tmp_path, PerRow(), RowResults(path, KEYS), max_epochs=2)
+    before = read_row_results(path, "all").clone()
+    with pytest.raises(StoreError, match="overwrite=True"):
+        fit(tmp_path, PerRow(), RowResults(path, KEYS), max_epochs=1)
+    assert_equal(read_row_results(path, "all"), before)
+    fit(tmp_path, PerRow(), RowResults(path, KEYS, overwrite=True), max_epochs=1)
+    assert read_row_results(path, "all").batch_size == (1, NUM_ROWS)
+
+
+def test_folder_of_something_else_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "thesis"
+    path.mkdir()
+    (path / "chapter").write_text("one")
+    with pytest.raises(StoreError, match="thesis"):
+        fit(tmp_path, PerRow(), RowResults(path, KEYS, overwrite=True))
+    assert [child.name for child in path.iterdir()] == ["chapter"]
+
+
+def test_rows_of_a_subset_have_their_rows_in_the_dataset(tmp_path: Path) -> None:
+    from lightning_memmap.sampling import Subset
+
+    chosen = [3, 7, 20, 21, 22, 40, 41, 60]
+    fit(tmp_path, PerRow(), RowResults(tmp_path / "r", KEYS), max_epochs=1, subset=Subset(chosen))
+    results = read_row_results(tmp_path / "r")
+    assert results["seen"].nonzero().flatten().tolist() == chosen
+    assert results["row"][chosen].tolist() == chosen
+    store = open_store(tmp_path / "r" / "epoch-000000")
+    assert store[0] == {"row_loss": None, "row": None, "step": None}
+    assert store[7]["row"] == 7
+    assert verify_store(store.path) == []
+
+
+def test_last_epochs_are_read(tmp_path: Path) -> None:
+    fit(tmp_path, PerRow(), RowResults(tmp_path / "r", KEYS))
+    every = read_row_results(tmp_path / "r", "all")
+    assert every["epoch"][:, 0].tolist() == [0, 1, 2]
+    assert_equal(read_row_results(tmp_path / "r", 2), every[1:])
+    assert_equal(read_row_results(tmp_path / "r"), every[2])
+    for keep in (0, "first", 1.5):
+        with pytest.raises((TypeError, ValueError), match="keep"):
+            read_row_results(tmp_path / "r", keep)  # type: ignore[arg-type]
+
+
+def test_dtypes_and_shapes_are_kept(tmp_path: Path) -> None:
+    def rows(batch: Any, _: int) -> dict[str, Tensor]:
+        row = batch["row"]
+        return {
+            "half": row.to(torch.bfloat16),
+            "flag": row % 2 == 0,
+            "matrix": row[:, None, None].expand(-1, 2, 3).to(torch.float64),
+        }
+
+    fit(tmp_path, Returning(rows), RowResults(tmp_path / "r", ["half", "flag", "matrix"]))
+    results = read_row_results(tmp_path / "r")
+    numbers = torch.arange(NUM_ROWS)
+    assert torch.equal(results["half"], numbers.to(torch.bfloat16))
+    assert torch.equal(results["flag"], numbers % 2 == 0)
+    assert torch.equal(results["matrix"], numbers[:, None, None].expand(-1, 2, 3).double())
+
+
+@pytest.mark.filterwarnings("ignore:.*training_step.* returned .*None")
+def test_skipped_steps_leave_their_rows_masked(tmp_path: Path) -> None:
+    class Skipping(PerRow):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx % 2:
+                return super().training_step(batch, batch_idx)
+            skipped.extend(batch["row"].tolist())
+            return None
+
+    skipped: list[int] = []
+    fit(tmp_path, Skipping(), RowResults(tmp_path / "r", KEYS), max_epochs=1)
+    results = read_row_results(tmp_path / "r")
+    seen = results["seen"]
+    assert (~seen).nonzero().flatten().tolist() == sorted(skipped)
+    assert torch.equal(results["row"][seen], seen.nonzero().flatten())
+
+
+def test_test_results_are_in_dataset_order(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, callbacks=[RowResults(tmp_path / "r", ["y"], split="test")])
+    module = Returning(lambda batch, _: {"y": batch["y"]})
+    for _ in range(2):
+        trainer.test(
+            module,
+            MemmapDataModule(
+                test_dataset=Points(NUM_ROWS), store_dir=tmp_path / "stores", batch_size=7
+            ),
+            verbose=False,
+        )
+    assert torch.equal(read_row_results(tmp_path / "r")["y"], Points(NUM_ROWS).y)
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "match"),
+    [
+        (lambda batch, _: {}, ValueError, "'y'"),
+        (lambda batch, _: {"y": batch["y"].mean()}, ValueError, "'y'"),
+        (lambda batch, _: {"y": batch["y"][:2]}, ValueError, "2 rows"),
+        (
+            lambda batch, step: {"y": batch["y"].to((torch.float32, torch.float64)[step % 2])},
+            SchemaError,
+            "float64",
+        ),
+    ],
+    ids=["absent", "mean", "short", "dtype"],
+)
+def test_values_that_are_not_rows_are_errors(
+    tmp_path: Path, function: Any, error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        fit(tmp_path, Returning(function), RowResults(tmp_path / "r", ["y"]))
+
+
+@pytest.mark.filterwarnings("ignore:You defined a")
+@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
+def test_loader_with_unknown_rows_is_an_error(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, callbacks=[RowResults(tmp_path / "r", KEYS)])
+    with pytest.raises(ValueError, match="MemmapDataModule"):
+        trainer.fit(PerRow(), DataLoader(Points(NUM_ROWS), batch_size=4))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"keys": "loss"}, "keys"),
+        ({"keys": []}, "keys"),
+        ({"keys": ["a", "a"]}, "keys"),
+        ({"keys": ["seen"]}, "seen"),
+        ({"keys": ["a.b"]}, "a.b"),
+        ({"keys": ["a"], "split": "predict"}, "split"),
+        ({"keys": ["a"], "split": "train/web"}, "split"),
+    ],
+)
+def test_wrong_arguments_are_errors(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=match):
+        RowResults("results", **arguments)
+
+
+def test_damaged_and_foreign_results_are_errors(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    with pytest.raises(StoreError):
+        read_row_results(path)
+    fit(tmp_path, PerRow(), RowResults(path, KEYS), max_epochs=1)
+    run = path / "results.json"
+    good = run.read_bytes()
+    for bad in (good[:-5], b"{}", good.replace(b'"num_rows":61', b'"num_rows":62')):
+        run.write_bytes(bad)
+        with pytest.raises(StoreError):
+            read_row_results(path)
+    run.write_bytes(good)
+    manifest = path / "epoch-000000" / "manifest.json"
+    whole = manifest.read_bytes()
+    manifest.write_bytes(whole.replace(b"row_loss", b"row_lost"))
+    with pytest.raises(StoreError):
+        read_row_results(path)
+    manifest.write_bytes(whole)
+    (values,) = (path / "epoch-000000").glob("g-*/row_loss.memmap")
+    values.write_bytes(values.read_bytes()[:-1])
+    with pytest.raises(StoreError):
+        read_row_results(path)

@@ -1,0 +1,87 @@
+"""The data module under Lightning's own ddp: real processes, the same global batches."""
+
+import json
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.distributed.harness import (
+    expected_batches,
+    global_batches,
+    launch,
+    mean_losses,
+    sorted_steps,
+)
+
+GLOBAL_BATCH = 16
+FIT = "training.fit_and_test"
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("one")
+    options = {"strategy": "memmap_superbatch", "devices": 2, "batch_size": 8, "rows": 160}
+    return launch(FIT, out, processes=1, **options)[0]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ddp_has_global_batches_and_weights_of_one_process(
+    tmp_path: Path, one_process: dict[str, Any], size: int
+) -> None:
+    options = {"strategy": "ddp", "devices": size, "batch_size": GLOBAL_BATCH // size, "rows": 160}
+    ranks = launch(FIT, tmp_path, processes=size, **options)
+    assert global_batches([r["seen"]["train"] for r in ranks]) == one_process["seen"]["train"]
+    expected = mean_losses([one_process])
+    torch.testing.assert_close(mean_losses(ranks), expected, rtol=1e-6, atol=1e-6)
+    for rank in ranks:
+        assert torch.equal(rank["weights"], ranks[0]["weights"])
+        torch.testing.assert_close(rank["weights"], one_process["weights"], rtol=0, atol=2e-6)
+        assert rank["test_mean"] == pytest.approx(one_process["test_mean"], abs=1e-6)
+
+
+def test_ddp_leaves_out_the_steps_that_one_process_leaves_out(
+    tmp_path: Path, one_process: dict[str, Any]
+) -> None:
+    # The last step of epoch 0, and two of epoch 1.
+    options = {"strategy": "ddp", "devices": 2, "batch_size": 8, "rows": 160}
+    ranks = launch(FIT, tmp_path, processes=2, skip_steps=[9, 13, 14], **options)
+    whole = one_process["seen"]["train"]
+    kept = [step for step in range(20) if step not in (9, 13, 14)]
+    assert global_batches([r["seen"]["train"] for r in ranks]) == [whole[step] for step in kept]
+
+
+@pytest.mark.parametrize("rows", [151, 149])
+def test_ddp_uneven_rows_each_row_once_and_equal_steps(tmp_path: Path, rows: int) -> None:
+    options = {"strategy": "ddp", "devices": 2, "batch_size": 8, "rows": rows}
+    ranks = launch(FIT, tmp_path, processes=2, **options)
+    # Where a step begins at an odd position, rank 1 has its first row: the sets are compared.
+    expected = [*expected_batches(rows, GLOBAL_BATCH, 0), *expected_batches(rows, GLOBAL_BATCH, 1)]
+    assert sorted_steps([r["seen"]["train"] for r in ranks]) == sorted_steps([expected])
+    steps = [[len(part) for part in rank["seen"]["train"]] for rank in ranks]
+    assert len(steps[0]) == len(steps[1]) == len(expected)
+    assert min(chain(*steps)) >= 1
+    tested = sorted(chain(*chain(*(rank["seen"]["test"] for rank in ranks))))
+    assert tested == list(range(5000, 5000 + rows - 3))
+
+
+def test_ddp_two_nodes_by_torchrun_has_global_batches_of_one_process(
+    tmp_path: Path, one_process: dict[str, Any]
+) -> None:
+    options = {"strategy": "ddp", "devices": 1, "num_nodes": 2, "batch_size": 8, "rows": 160}
+    ranks = launch(FIT, tmp_path, processes=2, nodes=2, **options)
+    assert global_batches([r["seen"]["train"] for r in ranks]) == one_process["seen"]["train"]
+    torch.testing.assert_close(ranks[0]["weights"], one_process["weights"], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_notebook"])
+def test_processes_of_the_trainer_have_global_batches_and_weights_of_one_process(
+    tmp_path: Path, one_process: dict[str, Any], strategy: str
+) -> None:
+    options = {"strategy": strategy, "devices": 2, "rows": 160}
+    (result,) = launch("training.fit_in_children", tmp_path, processes=1, **options)
+    seen = [json.loads((tmp_path / f"rows{rank}.json").read_text()) for rank in range(2)]
+    assert global_batches(seen) == one_process["seen"]["train"]
+    torch.testing.assert_close(result["weights"], one_process["weights"], rtol=0, atol=2e-6)

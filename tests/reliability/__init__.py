@@ -1,7 +1,0 @@
-"""Does a store ever hold a wrong row? A program that kills, damages and deceives, and counts.
-
-    python -m tests.reliability --quick
-    python -m tests.reliability --write docs/reliability.md
-
-See docs/reliability.md for what it does and what it found.
-"""

@@ -1,0 +1,257 @@
+"""Packed sequences: each token once, in any division, in packs that hold what they may."""
+
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_memmap.sampling import Curriculum, Packed, Pool
+from lightning_memmap.sampling.packed import PackedSampler
+from lightning_memmap.sampling.rows import JoinedRows, Shards, StoreRows
+from tests.sampling.test_bucketed import Table
+from tests.support.rows import StridedRows, pool_of
+
+#: A pack of an epoch: the row, the first token and the length of each document.
+Pack = list[tuple[int, int, int]]
+
+
+def made(
+    lengths: Any, length: Any = 100, num_shards: int = 4, seed: int = 0, **options: Any
+) -> PackedSampler:
+    fields = lengths if isinstance(lengths, dict) else {"tokens": lengths}
+    num_rows = len(fields["tokens"])
+    factory = Packed("tokens", length, **options)
+    return factory.make(pool_of(num_rows, num_shards), seed, Table(num_rows, **fields))
+
+
+def packs_at(sampler: PackedSampler, epoch: int, positions: Any) -> list[Pack]:
+    """The packs at some positions."""
+    pieces = sampler.pieces(epoch, np.asarray(positions, np.int64))
+    rows = sampler.pool.dataset_rows(pieces.pool_index)
+    starts = np.zeros_like(rows) if pieces.starts is None else pieces.starts
+    columns = zip(rows.tolist(), starts.tolist(), pieces.lengths[:, 0].tolist(), strict=True)
+    documents = [*columns]
+    stops = np.cumsum(pieces.counts).tolist()
+    return [documents[a:b] for a, b in zip([0, *stops], stops, strict=False)]
+
+
+def all_packs(sampler: PackedSampler, epoch: int = 0) -> list[Pack]:
+    return packs_at(sampler, epoch, range(sampler.num_positions))
+
+
+def tokens_of(packs: list[Pack]) -> list[tuple[int, int]]:
+    """Row and place of each token of an epoch, ascending."""
+    return sorted((row, start + t) for pack in packs for row, start, n in pack for t in range(n))
+
+
+def random_lengths(num_rows: int, seed: int = 0, median: float = 30, limit: int = 100) -> Any:
+    lengths = np.random.default_rng(seed).lognormal(np.log(median), 0.8, num_rows)
+    return np.clip(lengths, 1, limit).astype(np.int64)
+
+
+some_lengths = st.lists(st.sampled_from([0, 1, 2, 3, 5, 40, 99, 100, 101, 250]), min_size=1)
+
+
+@given(
+    some_lengths,
+    st.integers(1, 9),
+    st.sampled_from([{"overflow": "split"}, {"overflow": "truncate"}, {"split": True}]),
+    st.sampled_from([None, 1, 3]),
+    st.integers(0, 3),
+)
+@settings(deadline=None)
+def test_each_token_comes_once_at_a_position_of_its_shard(
+    lengths: list[int], num_shards: int, options: Any, max_documents: int | None, epoch: int
+) -> None:
+    if "split" in options:
+        max_documents = None
+    try:
+        sampler = made(lengths, 100, num_shards, max_documents=max_documents, **options)
+    except ValueError as error:
+        # A few rows that differ much don't make equally many packs in each shard.
+        if "num_shards" in str(error) or not any(lengths):
+            return
+        raise
+    packs = all_packs(sampler, epoch)
+    assert all(packs)
+    assert all(sum(n for *_, n in pack) <= 100 for pack in packs)
+    assert max(map(len, packs)) <= sampler.max_documents
+    cut = 100 if options == {"overflow": "truncate"} else 10**9
+    assert tokens_of(packs) == [
+        (row, token) for row, n in enumerate(lengths) for token in range(min(n, cut))
+    ]
+    if "split" not in options:
+        assert {row for pack in packs for row, *_ in pack} == {*range(len(lengths))}
+    for shard in range(num_shards):
+        home = {*sampler.pool.shard_dataset_rows(shard).tolist()}
+        assert {row for pack in packs[shard::num_shards] for row, *_ in pack} <= home
+
+
+@pytest.mark.parametrize("options", [{}, {"split": True}])
+def test_packs_are_the_same_in_any_division(options: Any) -> None:
+    sampler = made(random_lengths(3000), num_shards=96, **options)
+    whole = all_packs(sampler, 1)
+    again = pickle.loads(pickle.dumps(sampler))
+    for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96):
+        for device in {0, count - 1}:
+            positions = range(device, sampler.num_positions, count)
+            assert packs_at(again, 1, positions) == whole[device::count]
+    assert again.identity == sampler.identity
+
+
+@pytest.mark.parametrize("options", [{}, {"split": True}, {"overflow": "split"}])
+@pytest.mark.parametrize("num_rows", [1200, 6000])
+def test_each_epoch_has_other_packs(options: Any, num_rows: int) -> None:
+    sampler = made(random_lengths(num_rows), num_shards=24, **options)
+    first, second = ({frozenset(pack) for pack in all_packs(sampler, e)} for e in (0, 1))
+    assert len(first & second) < 0.3 * len(first)
+    other = {frozenset(pack) for pack in all_packs(made(random_lengths(num_rows), seed=1))}
+    assert first != other
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_shards", "most"), [(6000, 24, 0.02), (20000, 24, 0.015), (20000, 192, 0.03)]
+)
+def test_packing_leaves_little_unused(num_rows: int, num_shards: int, most: float) -> None:
+    lengths = random_lengths(num_rows, median=300, limit=2048)
+    sampler = made(lengths, 2048, num_shards)
+    assert 1 - lengths.sum() / (2048 * sampler.num_positions) < most
+    cut = made(lengths, 2048, num_shards, split=True)
+    # The shards have different numbers of tokens, and the last packs of some are not full.
+    assert cut.num_positions - num_shards <= lengths.sum() / 2048 <= cut.num_positions
+
+
+def test_neighbouring_packs_cost_about_the_same() -> None:
+    lengths = random_lengths(20_000, median=300, limit=2048)
+    sampler = made(lengths, 2048, 24)
+    costs = np.array([sum(n * n for *_, n in pack) for pack in all_packs(sampler, 2)], float)
+    for devices in (2, 4, 8):
+        steps = costs[: len(costs) // devices * devices].reshape(-1, devices)
+        aligned = (steps.max(axis=1) / steps.mean(axis=1) - 1).mean()
+        shuffled = np.random.default_rng(0).permutation(costs)[: steps.size].reshape(steps.shape)
+        assert aligned < 0.3 * (shuffled.max(axis=1) / shuffled.mean(axis=1) - 1).mean()
+
+
+def test_packs_with_several_fields_hold_what_each_may() -> None:
+    rng = np.random.default_rng(1)
+    fields = {"tokens": random_lengths(500), "patches": rng.integers(0, 60, 500)}
+    sampler = made(fields, {"patches": 70, "tokens": 100})
+    assert sampler.options.field == "tokens"
+    packs = all_packs(sampler)
+    assert sorted(row for pack in packs for row, *_ in pack) == [*range(500)]
+    for name, limit in (("tokens", 100), ("patches", 70)):
+        assert max(sum(fields[name][row] for row, *_ in pack) for pack in packs) <= limit
+
+
+def test_dropped_rows_come_never_and_others_once() -> None:
+    lengths = random_lengths(300, limit=250)
+    packs = all_packs(made(lengths, 100, overflow="drop"))
+    assert (
+        sorted(row for pack in packs for row, *_ in pack) == np.flatnonzero(lengths <= 100).tolist()
+    )
+
+
+def test_subset_is_packed_alone() -> None:
+    lengths = random_lengths(400)
+    rows = StridedRows(1, 3).among(StoreRows(Shards(400, 4)))
+    sampler = Packed("tokens", 100).make(Pool.of(rows, 4), 0, Table(400, tokens=lengths))
+    packs = all_packs(sampler)
+    assert sorted(row for pack in packs for row, *_ in pack) == [*range(1, 400, 3)]
+
+
+def test_fixed_packs_are_those_of_epoch_0() -> None:
+    sampler = made(random_lengths(300))
+    fixed = replace(sampler, is_fixed=True)
+    assert all_packs(fixed, 5) == all_packs(sampler, 0) != all_packs(sampler, 5)
+
+
+def test_rows_at_positions_are_those_of_their_packs() -> None:
+    sampler = made(random_lengths(300))
+    counts = sampler.num_rows_at(0, np.arange(sampler.num_positions)).tolist()
+    assert counts == [*map(len, all_packs(sampler))]
+    rows = sampler.dataset_rows(0, range(3, 9, 2)).tolist()
+    assert rows == [row for pack in packs_at(sampler, 0, [3, 5, 7]) for row, *_ in pack]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"overflow": "cut"}, "overflow='cut'"),
+        ({"length": 0}, r"length=0"),
+        ({"length": {"patches": 3}}, "'tokens'"),
+        ({"max_documents": 0}, "max_documents=0"),
+        ({"split": True, "overflow": "drop"}, "overflow"),
+        ({"length": {"tokens": 9, "patches": 3}, "overflow": "truncate"}, "truncate"),
+    ],
+)
+def test_option_is_checked(options: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        Packed(**{"field": "tokens", "length": 100, **options})
+
+
+def mixed(shares: dict[str, float], **options: Any) -> tuple[PackedSampler, Any]:
+    """600 short documents of set a and 200 of set b, which are about twice as long."""
+    lengths = np.append(random_lengths(600, median=20), random_lengths(200, 1, median=45))
+    members = StoreRows(Shards(600, 4)), StoreRows(Shards(200, 4))
+    pool = Pool.of(JoinedRows(("a", "b"), members), 4)
+    factory = Packed("tokens", 100, shares=shares, **options)
+    assert factory.stores == tuple(shares)
+    return factory.make(pool, 0, Table(800, tokens=lengths)), lengths
+
+
+@pytest.mark.parametrize("shares", [{"a": 0.5, "b": 0.5}, {"b": 9, "a": 1}, {"a": 1, "b": 0}])
+@pytest.mark.parametrize("shares_of", ["tokens", "documents"])
+def test_mixture_has_its_shares_in_every_epoch(shares: Any, shares_of: str) -> None:
+    sampler, lengths = mixed(shares, shares_of=shares_of)
+    drawn = np.zeros(800, np.int64)
+    for epoch in range(6):
+        packs = all_packs(sampler, epoch)
+        assert all(packs)
+        assert all(sum(n for *_, n in pack) <= 100 for pack in packs)
+        rows = np.array([row for pack in packs for row, *_ in pack])
+        drawn += np.bincount(rows, minlength=800)
+        amounts = lengths[rows] if shares_of == "tokens" else np.ones(len(rows))
+        share = amounts[rows < 600].sum() / amounts.sum()
+        expected = shares["a"] / sum(shares.values())
+        # Of documents, exact; of tokens, as the documents that were drawn happen to be long.
+        assert share == pytest.approx(expected, abs=0.03 if shares_of == "tokens" else 0.001)
+    for part in (drawn[:600], drawn[600:]):
+        # A shard of one more or one less row reads its rows a little faster or slower.
+        assert part.max() - part.min() <= 2
+    assert 0 <= sampler.unused < 0.15
+    for shard in range(4):
+        home = {*sampler.pool.shard_dataset_rows(shard).tolist()}
+        assert {row for pack in packs[shard::4] for row, *_ in pack} <= home
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"split": True}, "split=True"),
+        ({"overflow": "split"}, "overflow='split'"),
+        ({"shares_of": "rows"}, "shares_of='rows'"),
+        ({"shares": {"a": -1}}, "'a'"),
+        ({"shares": {"a": 1, "c": 1}}, "'b'"),
+    ],
+)
+def test_options_of_a_mixture_are_checked(options: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        mixed(**{"shares": {"a": 1, "b": 1}, **options})
+
+
+def test_curriculum_of_packs_is_an_error() -> None:
+    curriculum = Curriculum({0: None, 3: Packed("tokens", 100)})
+    table = Table(300, tokens=random_lengths(300))
+    with pytest.raises(ValueError, match=r"stages\[3\]"):
+        curriculum.make(pool_of(300, 4), 0, table)
+
+
+def test_long_row_is_an_error_that_names_it() -> None:
+    with pytest.raises(ValueError, match=r"row 1 .*overflow"):
+        made([5, 101, 7])
+    with pytest.raises(ValueError, match=r"max_documents=2"):
+        made([5] * 100, split=True, max_documents=2)

@@ -1,0 +1,44 @@
+"""A loader over an `IterableDataset` of the user's under a strategy of several processes."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.support.models import Points, Regression, make_trainer
+
+
+class Stream(IterableDataset[dict[str, Any]]):
+    """All rows in every process, or those of its own.
+
+    Args:
+        is_divided: Whether each process has rows of its own.
+    """
+
+    def __init__(self, is_divided: bool) -> None:
+        self.is_divided = is_divided
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        rank, size = (dist.get_rank(), dist.get_world_size()) if self.is_divided else (0, 1)
+        points = Points(48)
+        for row in range(rank, len(points), size):
+            yield points[row]
+
+
+def fit(out: Path, strategy: str) -> dict[str, Any]:
+    """Train on a stream that is divided, and on one that isn't, and tell what was warned of."""
+    found = {}
+    for is_divided in (True, False):
+        trainer = make_trainer(out, strategy=strategy, devices=2, limit_train_batches=3)
+        loader = DataLoader(Stream(is_divided), batch_size=4)
+        module = Regression()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(module, loader)
+        words = [str(each.message) for each in caught]
+        num_warned = sum("train_dataloaders: " in text for text in words)
+        found[is_divided] = module.seen["train"], num_warned
+    return {"found": found, "world_size": dist.get_world_size()}
