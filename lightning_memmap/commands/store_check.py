@@ -50,7 +50,7 @@ def info(path: str) -> int:
 def print_info(store: Store, console: Console) -> None:
     """Print what a store holds."""
     manifest = store.manifest
-    shard_bytes = manifest.shard_bytes()
+    shard_bytes = sum(column.shard_bytes for column in manifest.columns)
     console.print(printable(store.location), style="bold", soft_wrap=True)
     console.print(
         f"{store.num_rows:,} rows, {format_bytes(manifest.num_bytes)},"

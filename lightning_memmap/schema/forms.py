@@ -256,6 +256,10 @@ class Declared:
         """The names of all declared fields and containers."""
         return self.nullable | self.variable.keys()
 
+    def union(self, other: "Declared") -> "Declared":
+        """Return the declarations of both. The counts of ``other`` replace those here."""
+        return Declared({**self.variable, **other.variable}, self.nullable | other.nullable)
+
     def beyond(self, other: "Declared") -> "Declared":
         """Return the declarations that are missing or different in ``other``."""
         variable = {

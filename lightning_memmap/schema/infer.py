@@ -1,6 +1,6 @@
 """`Inference`: find the structure that samples have in common."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -71,7 +71,7 @@ class Inference:
         node = self._infer_present(present, path, in_record)
         if len(present) == len(values) and not is_nullable:
             return node
-        return _optional_node(node, path)
+        return optional_node(node, path)
 
     def _infer_present(self, values: Sequence[Any], path: Path, in_record: bool) -> Node:
         candidates = [as_container(value, path) for value in values]
@@ -195,11 +195,22 @@ def merge_shapes(fields: Sequence[Field]) -> Field:
     return replace(first, shape=(None,) * count + first.shape[count:])
 
 
+def widen_fields(node: Node, variable: Mapping[str, int]) -> Node:
+    """Return a structure in which a number of leading dimensions of some fields may vary, by name,
+    unless they have fewer dimensions or more of them vary already."""
+
+    def widen(field: Field) -> Field:
+        count = min(variable.get(field.name, 0), len(field.shape))
+        return field.with_variable_dims(max(count, field.num_variable))
+
+    return node.map_fields(widen)
+
+
 def _mismatch(path: Path) -> MismatchError:
     return MismatchError(f"{describe_path(path)}: the samples differ in structure or dtype")
 
 
-def _optional_node(node: Node, path: Path) -> Node:
+def optional_node(node: Node, path: Path) -> Node:
     """Return the node of a part that is None in some rows."""
     if node.kind == "records" and node.children[0].kind == "optional":
         raise SchemaError(

@@ -18,7 +18,7 @@ from lightning_memmap.schema.fields import (
 )
 from lightning_memmap.schema.forms import Declared
 from lightning_memmap.schema.held import CheckedSamples, SharedMemoryCheck
-from lightning_memmap.schema.infer import Inference, merge_shapes
+from lightning_memmap.schema.infer import Inference, merge_shapes, widen_fields
 from lightning_memmap.schema.stack import Batch, Samples, stack
 from lightning_memmap.schema.structure import Node, builder
 
@@ -53,12 +53,17 @@ class Schema:
     @classmethod
     def infer(cls, samples: Sequence[Any], declared: Declared = _NO_DECLARATION) -> "Schema":
         """Infer the schema that samples have in common; other samples may differ as declared."""
-        schema = cls(Inference(declared).infer(samples, ()))
-        if not schema.fields and not schema.unknown.keys() - {"value"}:
+        structure = Inference(declared).infer(samples, ())
+        if not structure.fields and not cls(structure).unknown.keys() - {"value"}:
             raise SchemaError(
                 f"the sample {short_repr(samples[0])} holds no tensor, array or number"
             )
-        schema = schema._with_declared(declared)
+        return cls.of(structure, declared)
+
+    @classmethod
+    def of(cls, structure: Node, declared: Declared) -> "Schema":
+        """Return the schema of a structure that was inferred from samples or from a table."""
+        schema = cls(structure)._with_declared(declared)
         schema.check_values()
         return schema
 
@@ -74,7 +79,6 @@ class Schema:
             if name not in names and not name.startswith(unknown):
                 argument = "nullable" if name in declared.nullable else "variable"
                 raise SchemaError(f"{argument}: {self.missing_field_message(name)}")
-        counts = dict[str, int]()
         for field in self.fields:
             count = declared.variable.get(field.name, 0)
             if count and field.is_text and field.name not in self.lists:
@@ -87,8 +91,7 @@ class Schema:
                     f"variable: field {field.name!r} is {field}, which has fewer than {count}"
                     f" dimension{'s' * (count > 1)}"
                 )
-            counts[field.name] = max(count, field.num_variable)
-        return Schema(self.structure.map_fields(lambda f: f.with_variable_dims(counts[f.name])))
+        return Schema(widen_fields(self.structure, declared.variable))
 
     def check_declared(self, declared: Declared) -> None:
         """Check that the declared parts of a store may vary or be None.

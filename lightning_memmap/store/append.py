@@ -9,14 +9,11 @@ from lightning_memmap.errors import DatasetError, with_article
 from lightning_memmap.schema.forms import Declared
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.build import write_and_finish
-from lightning_memmap.store.building import (
-    Building,
-)
+from lightning_memmap.store.building import Building
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.probes import read_probes_in_worker
 from lightning_memmap.store.request import BuildRequest, class_name_of, class_names_of
-from lightning_memmap.store.samples import read_probes_in_worker
-from lightning_memmap.store.sources.source import representative_samples
 from lightning_memmap.store.store import Store, open_directory
 from lightning_memmap.store.workers import Workers
 from lightning_memmap.store.writing import Appended
@@ -83,9 +80,7 @@ def append_store(
             format_bytes(store.manifest.num_bytes),
         )
         with Workers(dataset, num_workers) as readers:
-            probes = read_probes_in_worker(
-                readers, len(dataset), store.schema, representative_samples
-            )
+            probes = read_probes_in_worker(readers, len(dataset), store.schema)
         added = ((store.num_rows + row, digest) for row, digest in probes.digests)
         name = f"{store.manifest.source.get('dataset', 'a table')} + {class_name_of(dataset)}"
         draft = Manifest.draft(

@@ -15,15 +15,13 @@ from msgspec.structs import replace
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.schema.forms import read_declared
-from lightning_memmap.store.building import (
-    NUM_PARTS,
-    Building,
-)
+from lightning_memmap.store.building import NUM_PARTS, Building
 from lightning_memmap.store.directory import check_free, is_store
 from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.probes import Probes
 from lightning_memmap.store.recognition import recognise
 from lightning_memmap.store.request import BuildRequest, class_names_of
-from lightning_memmap.store.samples import Probes, probe_rows
+from lightning_memmap.store.samples import probe_rows
 from lightning_memmap.store.sources.stream import Spool
 from lightning_memmap.store.store import Store, open_directory
 from lightning_memmap.store.workers import Workers

@@ -41,10 +41,11 @@ from lightning_memmap.store.files import TEMPORARY, is_there
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ItemRows, Located, MappedRows, RaggedRows
+from lightning_memmap.store.probes import Probes, read_probes
 from lightning_memmap.store.request import BuildRequest, check_length
-from lightning_memmap.store.samples import Probes, RandomDatasetError, ReadAhead, read_probes
+from lightning_memmap.store.samples import RandomDatasetError, ReadAhead
 from lightning_memmap.store.sources.column import as_range
-from lightning_memmap.store.sources.source import is_read_by_item, representative_samples, source_of
+from lightning_memmap.store.sources.source import is_read_by_item, source_of
 from lightning_memmap.store.store import PendingRows, Store, open_directory
 from lightning_memmap.store.workers import IN_HAND, RowNumbers, Workers, calling, give_way
 from lightning_memmap.store.writing import run_writers, writer_of
@@ -351,8 +352,7 @@ class BackgroundBuild:
             draft = Manifest.draft(shards.num_rows, shards.num_shards, _ANY_SCHEMA)
             planned[name] = Store(request.directory.path, draft, ())
         probers = {
-            name: calling(read_probes, request.declared, representative_samples)
-            for name, request in requests.items()
+            name: calling(read_probes, request.declared) for name, request in requests.items()
         }
         identities = dict[str, Fingerprint]()
         probes = dict[str, Probes]()

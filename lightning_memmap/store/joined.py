@@ -26,13 +26,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.errors import SchemaError, StoreError
-from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import (
     Integers,
     JoinedRows,
     Runs,
     StoreRows,
-    WindowedRows,
     starts_of,
 )
 from lightning_memmap.schema.fields import Field, join_values
@@ -216,19 +214,6 @@ class JoinedManifest(Manifest, frozen=True, kw_only=True):
     @override
     def content(self) -> str:
         return "; ".join(part.content for part in self.parts)
-
-    @override
-    def shard_bytes(self, pool: Pool | None = None, num_data_devices: int = 1) -> Integers:
-        pool = pool or Pool.of(self.rows, self.num_shards)
-        if isinstance(pool.rows, WindowedRows):
-            return super().shard_bytes(pool, num_data_devices)
-        sizes = np.zeros(pool.num_shards, np.int64)
-        for shard in range(pool.num_shards):
-            rows = pool.shard_dataset_rows(shard)
-            for number, count in enumerate(np.bincount(self.rows.stores_of(rows)).tolist()):
-                columns = self.parts[number].columns
-                sizes[shard] += sum(c.mean_bytes(count) for c in columns)
-        return sizes
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,12 @@ from reprlib import repr as short_repr
 from typing import Annotated, Any
 
 import msgspec
-import numpy as np
 import xxhash
 from msgspec import Meta
 from msgspec.structs import replace
 
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError, check_integer
-from lightning_memmap.sampling.pool import Pool, window_spans
-from lightning_memmap.sampling.rows import Integers, Shards, WindowedRows, default_shards
+from lightning_memmap.sampling.rows import Shards, default_shards
 from lightning_memmap.schema.fields import dtype_name
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.spec import check_schema, read_dtype
@@ -149,20 +147,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def row_bytes(self) -> int:
         """Bytes of one row over all fields, on average and rounded up."""
         return -(-self.num_bytes // self.num_rows)
-
-    def shard_bytes(self, pool: Pool | None = None, num_data_devices: int = 1) -> Integers:
-        """Return the bytes of each shard, int64 of shape (C,).
-
-        They are estimated by the mean row if the pool doesn't have the shards of the store.
-        """
-        columns = self.columns
-        if pool is not None and isinstance(pool.rows, WindowedRows):
-            return _window_bytes(self, pool, num_data_devices)
-        if pool is None or _are_stored(pool, self.shards):
-            none = np.zeros(self.num_shards, np.int64)
-            return sum((column.shard_bytes for column in columns), none)
-        sizes = [sum(c.mean_bytes(count) for c in columns) for count in pool.sizes.tolist()]
-        return np.array(sizes, np.int64)
 
     @property
     def content(self) -> str:
@@ -316,41 +300,6 @@ def _named(data: bytes, error: Exception) -> str:
 
 def _shown(value: msgspec.Raw) -> str:
     return short_repr(bytes(value)[:99].decode(errors="replace"))[1:-1]
-
-
-def _are_stored(pool: Pool, shards: Shards) -> bool:
-    """Return whether a pool has the shards of the store."""
-    return (
-        pool.file_starts is not None
-        and np.array_equal(pool.file_starts, shards.starts)
-        and np.array_equal(pool.sizes, shards.sizes)
-    )
-
-
-def _window_bytes(manifest: Manifest, pool: Pool, num_data_devices: int) -> Integers:
-    """Return the bytes of each shard of windows over series, int64 of shape (C,)."""
-    line = pool.rows
-    assert isinstance(line, WindowedRows)
-    step_bytes = series_bytes = 0
-    for column in manifest.columns:
-        if column.field.name in line.fields:
-            step_bytes += column.field.step_bytes
-        else:
-            series_bytes += column.mean_bytes(1)
-
-    def held_bytes(chosen: Sequence[int]) -> int:
-        _, counts = window_spans(pool, chosen)
-        counts = counts[counts > 0]
-        num_steps = int((counts - 1).sum()) * line.stride + len(counts) * line.length
-        return num_steps * step_bytes + len(counts) * series_bytes
-
-    count = pool.num_shards
-    if pool.is_striped:
-        # In dataset order each shard has windows of all series, and the shards of a device share
-        # them.
-        total = held_bytes(range(count)) * num_data_devices
-        return np.full(count, -(-total // count), np.int64)
-    return np.array([held_bytes([shard]) for shard in range(count)], np.int64)
 
 
 def check_num_shards(num_shards: int) -> int:

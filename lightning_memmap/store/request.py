@@ -16,10 +16,9 @@ from lightning_memmap.store.directory import StoreDirectory
 from lightning_memmap.store.identity import Fingerprint, check_fingerprint
 from lightning_memmap.store.manifest import Manifest, are_class_names, check_num_shards
 from lightning_memmap.store.paths import store_directory
+from lightning_memmap.store.probes import Probes, read_probes_in_worker
 from lightning_memmap.store.progress import ShowProgress, show_progress
-from lightning_memmap.store.samples import Probes, read_probes_in_worker
 from lightning_memmap.store.sources.column_dataset import explain_non_dataset
-from lightning_memmap.store.sources.source import representative_samples
 from lightning_memmap.store.sources.stream import is_stream
 from lightning_memmap.store.workers import Workers, check_num_workers
 
@@ -74,9 +73,7 @@ class BuildRequest:
 
     def probes(self, workers: Workers) -> Probes:
         """Read the probe rows."""
-        return read_probes_in_worker(
-            workers, len(self.dataset), self.declared, representative_samples
-        )
+        return read_probes_in_worker(workers, len(self.dataset), self.declared)
 
     def draft(self, rows: Any, probes: Probes, identity: Fingerprint, **more: str) -> Manifest:
         """Make the manifest of the store before a row is written."""

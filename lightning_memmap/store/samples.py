@@ -1,16 +1,11 @@
-"""Samples of a dataset: read by row, and checked against the schema of a store.
-
-Probe rows are a few rows that identify a dataset, and show whether it is random.
-"""
+"""Samples of a dataset: read by row, and checked against the schema of a store."""
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
 from itertools import islice
-from statistics import median
-from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,9 +28,6 @@ _HELD_BYTES = 2**20
 _MAX_HELD_ROWS = 1024
 #: The most rows that are read to find the dtype of a list that is empty in the first rows.
 MAX_PROBES = 1024
-#: Returns samples that show which values of a table may be None or differ in length; empty for
-#: other datasets.
-RepresentativeSamples = Callable[[Any], Sequence[Any]]
 _ONE_STRUCTURE = (
     "All rows of a store share one structure, and each field one dtype and number of dimensions:"
     " convert it in the dataset"
@@ -312,96 +304,6 @@ def hash_row(leaves: Sequence[Tensor | np.ndarray]) -> str:
         is_bool = leaf.dtype in (torch.bool, np.bool_)
         digest.update(leaf_bytes(leaf & True if is_bool else leaf).data)
     return digest.hexdigest()
-
-
-class Probes(NamedTuple):
-    """The schema, hashes and costs found by reading the probe rows."""
-
-    schema: Schema
-    digests: tuple[tuple[int, str], ...]
-    """Row and hash of each probe row; see `hash_row`."""
-    row_s: float
-    """Median seconds to read a row."""
-    row_bytes: int
-    """Bytes of the largest probe row, over all fields."""
-    typical_bytes: float
-    """Median bytes of a probe row."""
-
-
-def read_probes_in_worker(
-    workers: Workers,
-    num_rows: int,
-    declared: Declared | Schema,
-    representative_samples: RepresentativeSamples,
-) -> Probes:
-    """Read the probe rows of a dataset in one of its workers; see `read_probes`."""
-    results = list[Probes]()
-    workers.run(
-        calling(read_probes, declared, representative_samples),
-        [num_rows],
-        lambda _, probes: results.append(probes),
-    )
-    return results[0]
-
-
-def read_probes(
-    declared: Declared | Schema,
-    representative_samples: RepresentativeSamples,
-    dataset: Any,
-    num_rows: int,
-) -> Probes:
-    """Read and hash the probe rows of a dataset, and infer its schema unless one is passed.
-
-    Args:
-        declared: The schema, or the declarations of the user about fields.
-        representative_samples: Finds samples that show more of a table than the probe rows.
-        dataset: The dataset.
-        num_rows: Its number of rows.
-    """
-    rows = probe_rows(num_rows)
-    durations = list[float]()
-    samples = list[Any]()
-    for row in rows:
-        start = perf_counter()
-        samples.append(copy_sample(read_sample(dataset, row)))
-        durations.append(perf_counter() - start)
-    schema = declared
-    if isinstance(schema, Declared):
-        schema = _infer_dataset_schema(dataset, samples, rows, schema, representative_samples)
-    digests = []
-    sizes = list[int]()
-    for row, sample in zip(rows, samples, strict=True):
-        leaves = flatten_row(sample, row, schema)
-        digests.append((row, hash_row(leaves)))
-        sizes.append(sum(leaf_bytes(leaf).nbytes for leaf in leaves))
-    return Probes(schema, tuple(digests), median(durations), max(sizes), median(sizes))
-
-
-def _infer_dataset_schema(
-    dataset: Any,
-    samples: list[Any],
-    rows: list[int],
-    declared: Declared,
-    representative_samples: RepresentativeSamples,
-) -> Schema:
-    """Infer a schema from probe samples and representative samples, and from more rows if those
-    leave a dtype unknown."""
-    representatives = representative_samples(dataset)
-    fitting = [*samples]
-    schema = None
-    # Try all at once, then each alone to keep those that fit.
-    for group in [representatives, *([sample] for sample in representatives)]:
-        with suppress(SchemaError):  # Reading the row later raises it, with the row.
-            schema = Schema.infer([*fitting, *group], declared)
-            fitting += group
-            if group is representatives:
-                break
-    if schema is not None and not schema.unknown:
-        return schema
-    spread = np.linspace(0, len(dataset) - 1, MAX_PROBES).astype(np.int64).tolist()
-    more_rows = sorted({*spread} - {*rows})[: MAX_PROBES - len(rows)]
-    more = ((row, copy_sample(read_sample(dataset, row))) for row in more_rows)
-    return find_schema([*samples], [*rows], declared, more)
 
 
 class RandomDatasetError(DatasetError):

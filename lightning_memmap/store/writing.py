@@ -26,8 +26,9 @@ from lightning_memmap.store.directory import JOURNAL, StoreDirectory, check_free
 from lightning_memmap.store.files import write_rows
 from lightning_memmap.store.journal import WRITTEN
 from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.probes import Probes
 from lightning_memmap.store.progress import ShowProgress
-from lightning_memmap.store.samples import Probes, hash_row, random_dataset_error
+from lightning_memmap.store.samples import hash_row, random_dataset_error
 from lightning_memmap.store.sources.source import Source, concatenate_sources, source_of
 from lightning_memmap.store.store import Store, open_directory
 from lightning_memmap.store.workers import RowNumbers, RowRanges, Workers, threads

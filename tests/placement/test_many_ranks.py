@@ -9,7 +9,7 @@ import torch
 from lightning_memmap.placement.plan import plan_placement
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import Pool, Sampler, SequentialSampler, ShuffledSampler
-from lightning_memmap.sampling.rows import Integers, Shards
+from lightning_memmap.sampling.rows import Shards
 from lightning_memmap.sampling.schedule import BatchSchedule
 from lightning_memmap.schema.fields import Field
 from lightning_memmap.store.columns import FixedColumn
@@ -23,9 +23,8 @@ class ManyRows:
     """The sizes of a store that is not there."""
 
     num_rows, num_shards, row_bytes = ROWS, RANKS, 8
-
-    def shard_bytes(self, pool: Pool | None = None, num_data_devices: int = 1) -> Integers:
-        return FixedColumn(Field("x", torch.int64, ()), Shards(ROWS, RANKS)).shard_bytes
+    shards = Shards(ROWS, RANKS)
+    columns = (FixedColumn(Field("x", torch.int64, ()), shards),)
 
 
 def order_of(kind: str, pool: Pool) -> Sampler:

@@ -29,10 +29,11 @@ from lightning_memmap.placement.topology import (
     free_bytes,
     local_processes,
 )
-from lightning_memmap.sampling import Pool
-from lightning_memmap.sampling.rows import Integers, Shards, shard_rows
+from lightning_memmap.sampling.rows import Shards, shard_rows
 from lightning_memmap.sampling.schedule import Blocks
+from lightning_memmap.schema.fields import Field
 from lightning_memmap.sizes import format_bytes, parse_bytes
+from lightning_memmap.store.columns import FixedColumn
 from lightning_memmap.strategies import IndependentStrategy, SuperBatchDDPStrategy
 from tests.support.rows import size_of
 
@@ -49,8 +50,13 @@ class Size:
     num_shards: int = 24
     row_bytes: int = 10
 
-    def shard_bytes(self, pool: Pool | None = None, num_data_devices: int = 1) -> Integers:
-        return (pool or Shards(self.num_rows, self.num_shards)).sizes * self.row_bytes
+    @property
+    def shards(self) -> Shards:
+        return Shards(self.num_rows, self.num_shards)
+
+    @property
+    def columns(self) -> list[FixedColumn]:
+        return [FixedColumn(Field("x", torch.uint8, (self.row_bytes,)), self.shards)]
 
     def block_bytes(self, blocks: Blocks, held: Sequence[int]) -> int:
         return len(held) * blocks.longest * self.row_bytes

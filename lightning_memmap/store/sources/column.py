@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,18 +10,27 @@ from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.schema.stack import Branch
 from lightning_memmap.store.workers import RowNumbers
 
+if TYPE_CHECKING:
+    from lightning_memmap.store.sources.arrow_facts import ArrowFacts
+
 
 class TableColumn(ABC):
     """A column of a table."""
+
+    #: Whether samples have the values of the Arrow column, so that its types decide the fields.
+    is_direct = True
+    #: Whether samples have Python's numbers and lists instead of arrays.
+    are_python = False
+    #: Whether samples have NaN instead of None.
+    has_nan = False
 
     @abstractmethod
     def rows(self, rows: RowNumbers) -> Branch:
         """Read rows."""
 
-    def representative_values(self) -> list[Any]:
-        """Return a few values that determine the field: None and a value, the shortest list and the
-        longest. Empty if any value does."""
-        return []
+    @abstractmethod
+    def find_facts(self) -> "ArrowFacts":
+        """Find the facts about all rows that decide the fields of the column."""
 
     def row_groups(self) -> Integers | None:
         """Return the row group of each row, int64, if files are read one row group at a time."""

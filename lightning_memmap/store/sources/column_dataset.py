@@ -3,8 +3,7 @@
 import inspect
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memmap.errors import DatasetError, SchemaError, describe_error, with_article
-from lightning_memmap.schema.kinds import is_missing
+from lightning_memmap.errors import DatasetError, describe_error, with_article
 from lightning_memmap.store.paths import local_path
-from lightning_memmap.store.sources.column import TableColumn
 
 #: The method that computes or reads a lazy table, by library and class. Other tables are recognised
 #: by the Arrow protocol.
@@ -44,10 +41,11 @@ class ColumnDataset(Dataset[dict[str, Any]]):
               list, a Series of pandas or polars, an array of pyarrow, or another array with
               ``shape``, ``dtype`` and slices. All are read by position.
             - a DataFrame of pandas, or a table with the Arrow protocol (``__arrow_c_stream__``),
-              such as one of polars, pyarrow, DuckDB or Lance. It is read into memory now, without
-              a copy if it's in memory already.
-            - the path of a Parquet file, or of a directory of Parquet files. They are read one row
-              group at a time, when rows are read.
+              such as one of polars, pyarrow or DuckDB. It is read into memory now, without a copy
+              if it's in memory already.
+            - the path of a Parquet file, or of a directory of Parquet files; a dataset of pyarrow
+              over Parquet or IPC files, or of Lance. They are read one row group, or fragment, at a
+              time, when rows are read.
         names: The columns to keep, in this order; all by default.
 
     Attributes:
@@ -87,60 +85,6 @@ class ColumnDataset(Dataset[dict[str, Any]]):
         index %= self._num_rows
         return {name: column[index] for name, column in self.columns.items()}
 
-    def representative_samples(self) -> list[Any]:
-        """Return samples that combine the representative values of all columns."""
-        values_of = {name: _representative_values(column) for name, column in self.columns.items()}
-        count = max(map(len, values_of.values()))
-        if not count:
-            return []
-        with suppress(SchemaError):  # Reading the row later raises it, with the row.
-            # A column without representatives repeats its first row.
-            columns = {name: vals or [self.columns[name][0]] for name, vals in values_of.items()}
-            return [
-                {name: values[k % len(values)] for name, values in columns.items()}
-                for k in range(count)
-            ]
-        return []
-
-
-def _representative_values(column: Any) -> list[Any]:
-    """Return the values of `TableColumn.representative_values` for a column of any type."""
-    if isinstance(column, TableColumn):
-        return column.representative_values()
-    rows = set[int]()
-    if isinstance(column, np.ndarray) and column.ndim == 1:
-        if column.dtype == object and set(map(type, column)) != {str}:
-            rows = {*_representative_rows(list(enumerate(column)))}
-        elif column.dtype.kind in "mM" and (missing := np.isnat(column)).any():
-            rows = {int(missing.argmax()), int(missing.argmin())}
-    return [column[row] for row in sorted(rows)]
-
-
-def _representative_rows(pairs: Sequence[tuple[int, Any]]) -> Iterator[int]:
-    """Yield a row that is missing and one that isn't, and the shortest and longest list, in
-    children too.
-
-    Args:
-        pairs: Row and value. A row may occur several times, with each item of its list.
-    """
-    present = [(row, value) for row, value in pairs if not is_missing(value)]
-    yield from (row for row, _ in present[:1])
-    if len(present) < len(pairs):
-        yield next(row for row, value in pairs if is_missing(value))
-    kinds = {type(value) for _, value in present}
-    if kinds == {dict}:
-        for key in present[0][1]:
-            yield from _representative_rows([(row, value.get(key)) for row, value in present])
-    elif kinds and kinds <= {list, tuple, np.ndarray}:
-        shapes = (getattr(value, "shape", None) or [len(value)] for _, value in present)
-        for sizes in zip(*shapes, strict=False):
-            yield from (present[sizes.index(bound)][0] for bound in (min(sizes), max(sizes)))
-        lists = ((row, value) for row, value in present if not isinstance(value, np.ndarray))
-        items = ((row, item) for row, value in lists for item in value)
-        # Skip items that are numbers or texts: they have no length to compare, and may be many.
-        if (first := next(items, None)) is not None and isinstance(first[1], (list, tuple)):
-            yield from _representative_rows([first, *items])
-
 
 def _columns_by_name(columns: Any, names: Sequence[str] | None) -> dict[str, Any]:
     if isinstance(columns, (str, Path)):
@@ -169,7 +113,13 @@ def _columns_by_name(columns: Any, names: Sequence[str] | None) -> dict[str, Any
 
 
 def _frame_columns(frame: Any, names: Sequence[str] | None) -> dict[str, Any]:
-    if (method := _lazy_method(frame)) is not None:
+    if (method := _lazy_method(frame)) == "to_table":
+        # pyarrow is imported only for tables.
+        from lightning_memmap.store.sources.fragments import FragmentRowGroups, has_fragments
+
+        if has_fragments(frame):
+            return {**FragmentRowGroups(frame, partial(_choose_names, names)).columns}
+    if method is not None:
         frame = getattr(frame, method)()
     if _library_of(frame) in ("pandas", "polars"):
         return {name: frame[name] for name in _choose_names(names, list(frame.columns))}
@@ -295,6 +245,12 @@ def is_frame(value: Any) -> bool:
     has_columns = hasattr(kind, "columns") or hasattr(kind, "schema")
     is_arrow = hasattr(kind, "__arrow_c_stream__") or hasattr(kind, "__arrow_c_array__")
     return (has_columns and is_arrow) or _lazy_method(value) is not None
+
+
+def is_hugging_face(dataset: Any) -> bool:
+    """Return whether the class of a dataset is exactly ``datasets.Dataset``."""
+    kind = type(dataset)
+    return kind.__module__ == "datasets.arrow_dataset" and kind.__name__ == "Dataset"
 
 
 def is_dict_of_splits(value: Any) -> bool:

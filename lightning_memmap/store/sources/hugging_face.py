@@ -1,6 +1,5 @@
 """Columns of Hugging Face datasets, which are read from their Arrow tables."""
 
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema.fields import field_name
 from lightning_memmap.schema.stack import Branch
 from lightning_memmap.schema.structure import Node
-from lightning_memmap.store.sources.arrow_column import find_representatives
+from lightning_memmap.store.sources.arrow_facts import ArrowFacts, find_facts
 from lightning_memmap.store.sources.arrow_rows import ArrowRows
 from lightning_memmap.store.sources.arrow_types import (
     decode,
@@ -30,8 +29,19 @@ _FORMATS = {None, "numpy", "torch"}
 class HuggingFaceColumn(TableColumn):
     """One column of a ``datasets.Dataset``, whose samples have Python's own numbers and lists."""
 
+    are_python = True
+
     def __init__(self, dataset: Any, name: str) -> None:
         self._table = dataset.select_columns([name]).with_format("arrow")
+        self.has_nan = dataset.format["type"] is not None
+        self.is_direct = not self.has_nan and _is_stored_as_is(dataset.features[name])
+
+    @override
+    def find_facts(self) -> ArrowFacts:
+        # filter() and select() leave all rows in the table.
+        selection = getattr(self._table, "_indices", None)
+        rows = None if selection is None else selection.column(0).to_numpy().astype(np.int64)
+        return find_facts(self._table.data.column(0), rows)
 
     @override
     def rows(self, rows: RowNumbers) -> Branch:
@@ -62,32 +72,18 @@ def _is_stored_as_is(feature: Any) -> bool:
     return kind in ("Value", "ClassLabel")
 
 
-def hugging_face_representatives(dataset: Any) -> list[Any]:
-    """Return samples that combine the representative values of all columns of a dataset."""
+def table_columns(dataset: Any) -> dict[str, list[TableColumn]] | None:
+    """Return the columns of a dataset by name; None if their values don't decide its samples.
+
+    Raises:
+        SchemaError: The format of the dataset turns None into NaN or NaT of another dtype.
+    """
     form = dataset.format
     if form["type"] not in _FORMATS:
-        return []
+        return None
     for name in form["columns"] if form["type"] is not None else ():
         _check_nulls_keep_dtype(dataset, name)
-    columns = {name: dataset.data.column(name) for name in dataset.column_names}
-    # filter() and select() leave all rows in the table.
-    selection = getattr(dataset, "_indices", None)
-    rows = None if selection is None else selection.column(0).to_numpy().astype(np.int64)
-    if rows is not None and not len(rows):
-        return []
-    shorts = {name: find_representatives(column, rows) for name, column in columns.items()}
-    first_row = 0 if rows is None else int(rows[0])
-    indices = np.arange(max(map(len, shorts.values()), default=0))
-    with suppress(Exception):  # Reading the row later raises it, with the row.
-        for name, short in shorts.items():
-            # A column without representatives repeats its first row.
-            values = short if len(short) else columns[name].slice(first_row, 1)
-            columns[name] = values.take(pa.array(indices % len(values)))
-        samples = type(dataset)(pa.table(columns), info=dataset.info.copy()).with_format(
-            form["type"], form["columns"], form["output_all_columns"], **form["format_kwargs"]
-        )
-        return [samples[index] for index in range(len(samples))]
-    return []
+    return {name: [HuggingFaceColumn(dataset, name)] for name in dataset.column_names}
 
 
 def _check_nulls_keep_dtype(dataset: Any, name: str) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,11 @@ from lightning_memmap.store.sources.column import (
     as_range,
     split_by_group,
 )
-from lightning_memmap.store.sources.column_dataset import ColumnDataset, is_array_like
+from lightning_memmap.store.sources.column_dataset import (
+    ColumnDataset,
+    is_array_like,
+    is_hugging_face,
+)
 from lightning_memmap.store.sources.stream import Spool
 from lightning_memmap.store.workers import RowNumbers
 from lightning_memmap.tensordict_types import is_exactly
@@ -100,7 +103,7 @@ def is_read_by_item(dataset: Any) -> bool:
     is_known = type(dataset) in {*_COLUMN_ATTRIBUTES, ConcatDataset} or is_exactly(
         dataset, "TensorDict"
     )
-    return not (is_known or _is_array(dataset) or _is_hugging_face(dataset))
+    return not (is_known or _is_array(dataset) or is_hugging_face(dataset))
 
 
 def concatenate_sources(sources: Sequence[Source], sizes: Sequence[int]) -> Source:
@@ -129,31 +132,6 @@ def concatenate_sources(sources: Sequence[Source], sizes: Sequence[int]) -> Sour
         )
 
     return Source(read, row_groups, all(source.is_sliced for source in sources))
-
-
-def representative_samples(dataset: Any) -> list[Any]:
-    """Return samples that show which values of a table may be None or differ in length.
-
-    A sample combines values of several rows. The list is empty if the dataset isn't a table. For a
-    ``Subset``, all rows of its table count, so that training and validation rows of one table have
-    one schema.
-    """
-    kind = type(dataset)
-    if kind is Subset:
-        return representative_samples(dataset.dataset)
-    if kind is ConcatDataset:
-        return [*chain.from_iterable(map(representative_samples, dataset.datasets))]
-    if _is_hugging_face(dataset):
-        from lightning_memmap.store.sources.hugging_face import hugging_face_representatives
-
-        return hugging_face_representatives(dataset)
-    return dataset.representative_samples() if kind is ColumnDataset else []
-
-
-def _is_hugging_face(dataset: Any) -> bool:
-    """Return whether the class of a dataset is exactly ``datasets.Dataset``."""
-    kind = type(dataset)
-    return kind.__module__ == "datasets.arrow_dataset" and kind.__name__ == "Dataset"
 
 
 def _sliced_source(dataset: Any, node: Node, *, any_array: bool = False) -> Source | None:
@@ -205,7 +183,7 @@ def _columns_source(dataset: Any, node: Node) -> Source | None:
 
 def _columns_of(dataset: Any, node: Node) -> Any:
     """Return the container of the columns of a dataset; None if its class is unknown."""
-    if _is_hugging_face(dataset):
+    if is_hugging_face(dataset):
         from lightning_memmap.store.sources.hugging_face import hugging_face_columns
 
         return hugging_face_columns(dataset, node)

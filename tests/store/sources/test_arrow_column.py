@@ -22,7 +22,8 @@ from lightning_memmap import ColumnDataset, build_store, open_store
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.store import Store, build_part, finish_store, writing
 from lightning_memmap.store.columns import FixedColumn
-from lightning_memmap.store.sources.parquet import RowGroups
+from lightning_memmap.store.identity import Fingerprint
+from lightning_memmap.store.sources.row_groups import RowGroups
 from tests.support.datasets import Wrapped, column_files
 from tests.support.store.layout import fail_to_list
 
@@ -648,3 +649,70 @@ def test_directory_of_many_parquet_files_keeps_few_open(
     store = build(tmp_path / "s", ColumnDataset(path))
     assert [store[row]["c9"].item() for row in range(0, 2400, 99)] == list(range(9, 2409, 99))
     assert most - before < 50
+
+
+def fragmented(path: Path, kind: str) -> Any:
+    """A dataset of pyarrow or Lance over several files, with a column that is a folder's name."""
+    table = arrow.table(
+        {
+            "x": range(NUM_ROWS),
+            "rare": with_none([*range(NUM_ROWS)], {41}),
+            "lists": [[row] * (1 + (row == 42)) for row in range(NUM_ROWS)],
+        }
+    )
+    if kind == "lance":
+        lance = pytest.importorskip("lance")
+        return lance.write_dataset(table, path / "a.lance", max_rows_per_file=25)
+    library = import_module("pyarrow.dataset")
+    options = {"max_rows_per_group": 8, "max_rows_per_file": 24, "min_rows_per_group": 1}
+    library.write_dataset(
+        table.append_column("half", arrow.array([row // 30 for row in range(NUM_ROWS)])),
+        path / "files",
+        format=kind,
+        partitioning=["half"],
+        partitioning_flavor="hive",
+        **options,
+    )
+    return library.dataset(path / "files", format=kind, partitioning="hive")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "ipc", "lance"])
+def test_dataset_of_fragments_is_read_by_fragment(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = fragmented(tmp_path, kind)
+    in_memory = build(tmp_path / "memory", ColumnDataset(dataset.to_table()))
+    lengths = list[int]()
+    read = RowGroups.read
+
+    def note(self: RowGroups, group: int, name: str) -> Any:
+        column = read(self, group, name)
+        lengths.append(len(column))
+        return column
+
+    monkeypatch.setattr(RowGroups, "read", note)
+    columns = ColumnDataset(dataset)
+    assert not lengths
+    store = build(tmp_path / "s", columns)
+    assert max(lengths) <= (8 if kind == "parquet" else 25)
+    assert store.schema == in_memory.schema
+    assert column_files(store) == column_files(in_memory)
+    assert store.schema.optional.keys() == {"rare"}
+    rows = [50, 3, 41, 7, 42]
+    part = build(tmp_path / "part", Subset(columns, rows), num_workers=int(kind != "lance"))
+    assert [part[index]["x"].item() for index in range(5)] == rows
+
+
+def test_filtered_dataset_of_fragments_is_read_whole(tmp_path: Path) -> None:
+    field = import_module("pyarrow.dataset").field
+    dataset = fragmented(tmp_path, "parquet").filter(field("x") > 55)
+    assert [row["x"] for row in ColumnDataset(dataset)] == [56, 57, 58, 59]
+
+
+def test_changed_file_of_a_dataset_of_fragments_is_another_dataset(tmp_path: Path) -> None:
+    before = ColumnDataset(fragmented(tmp_path, "parquet"))
+    os.utime(before.columns["x"].files[0][0], (1, 1))
+    files = import_module("pyarrow.dataset").dataset(tmp_path / "files", partitioning="hive")
+    after = ColumnDataset(files)
+    assert Fingerprint.of(before).difference(Fingerprint.of(after)) is not None
+    assert Fingerprint.of(after).difference(Fingerprint.of(ColumnDataset(files))) is None

@@ -448,7 +448,7 @@ def test_row_that_does_not_fit_is_refused_as_item_by_item(
     values[31] = odd
     dataset = ColumnDataset({name: values})
     # Missing values are found before the build; that is not what this is about.
-    monkeypatch.setattr("lightning_memmap.store.request.representative_samples", lambda dataset: [])
+    monkeypatch.setattr("lightning_memmap.store.probes.find_columns", lambda dataset: None)
     with pytest.raises(SchemaError, match=f"row 31, field '{name}") as by_items:
         build(tmp_path / "items", Wrapped(dataset))
     with pytest.raises(SchemaError) as by_slices:

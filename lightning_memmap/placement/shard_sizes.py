@@ -1,0 +1,66 @@
+"""Measure the resident rows of each shard, before they are loaded."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lightning_memmap.sampling.pool import Pool, window_spans
+from lightning_memmap.sampling.rows import Integers, Shards, WindowedRows
+from lightning_memmap.store.joined import JoinedManifest
+from lightning_memmap.store.manifest import Manifest
+
+
+def measure_shards(store: Manifest, pool: Pool, num_data_devices: int) -> Integers:
+    """Return the bytes of each shard of a pool, int64 of shape (C,).
+
+    They are estimated by the mean row if the pool doesn't have the shards of the store.
+    """
+    if isinstance(pool.rows, WindowedRows):
+        return _measure_windows(store, pool, pool.rows, num_data_devices)
+    if isinstance(store, JoinedManifest):
+        sizes = np.zeros(pool.num_shards, np.int64)
+        for shard in range(pool.num_shards):
+            stores = store.rows.stores_of(pool.shard_dataset_rows(shard))
+            for number, count in enumerate(np.bincount(stores).tolist()):
+                sizes[shard] += sum(c.mean_bytes(count) for c in store.parts[number].columns)
+        return sizes
+    if _are_stored(pool, store.shards):
+        return sum((column.shard_bytes for column in store.columns), np.zeros(1, np.int64))
+    means = [sum(c.mean_bytes(count) for c in store.columns) for count in pool.sizes.tolist()]
+    return np.array(means, np.int64)
+
+
+def _are_stored(pool: Pool, shards: Shards) -> bool:
+    """Return whether a pool has the shards of the store."""
+    return (
+        pool.file_starts is not None
+        and np.array_equal(pool.file_starts, shards.starts)
+        and np.array_equal(pool.sizes, shards.sizes)
+    )
+
+
+def _measure_windows(
+    store: Manifest, pool: Pool, windows: WindowedRows, num_data_devices: int
+) -> Integers:
+    """Return the bytes of each shard of windows over series, int64 of shape (C,)."""
+    step_bytes = 0
+    series_bytes = 0
+    for column in store.columns:
+        if column.field.name in windows.fields:
+            step_bytes += column.field.step_bytes
+        else:
+            series_bytes += column.mean_bytes(1)
+
+    def held_bytes(shards: Sequence[int]) -> int:
+        _, counts = window_spans(pool, shards)
+        counts = counts[counts > 0]
+        num_steps = int((counts - 1).sum()) * windows.stride + len(counts) * windows.length
+        return num_steps * step_bytes + len(counts) * series_bytes
+
+    count = pool.num_shards
+    if pool.is_striped:
+        # In dataset order each shard has windows of all series, and the shards of a device share
+        # them.
+        total = held_bytes(range(count)) * num_data_devices
+        return np.full(count, -(-total // count), np.int64)
+    return np.array([held_bytes([shard]) for shard in range(count)], np.int64)
