@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_memmap import open_store
 from lightning_memmap.arguments import is_from_user_code
 from lightning_memmap.cli import main
 from lightning_memmap.sampling import Sampler
@@ -45,6 +46,19 @@ CONFIG: dict[str, Any] = {
         "enable_model_summary": False, "devices": 1,
     },
 }  # fmt: skip
+
+
+class Untyped(torch.utils.data.Dataset[int]):
+    """A dataset whose arguments have no type hints."""
+
+    def __init__(self, size, start=0):  # type: ignore[no-untyped-def]
+        self.rows = range(start, start + size)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> int:
+        return self.rows[row]
 
 
 def of_store(kind: str, **arguments: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -83,6 +97,13 @@ def command(
     monkeypatch.setattr(sys, "argv", ["lightning-memmap"])
     monkeypatch.chdir(tmp_path)
     return Command(capsys, tmp_path)
+
+
+def test_dataset_without_type_hints_is_stored(command: Command, tmp_path: Path) -> None:
+    dataset = ["--dataset", f"{__name__}.Untyped", "--dataset.size", 30, "--dataset.start", 5]
+    assert command("store", "plan", tmp_path, *dataset) == 0
+    assert command("store", "build", tmp_path / "made", *dataset) == 0
+    assert open_store(tmp_path / "made")[7] == 12
 
 
 @pytest.mark.parametrize(

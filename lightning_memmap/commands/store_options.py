@@ -31,7 +31,9 @@ def make_function_parser(
 
 def add_dataset(parser: BriefParser, help_text: str, required: bool = False) -> None:
     """Add ``--dataset`` to a parser."""
-    parser.add_argument("--dataset", type=Dataset, required=required, help=help_text)
+    action = parser.add_argument("--dataset", type=Dataset, required=required, help=help_text)
+    # A dataset's own arguments need no type hints.
+    action.sub_add_kwargs = {"fail_untyped": False}
 
 
 def print_line(line: object, style: str = "") -> None:
