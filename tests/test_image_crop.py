@@ -20,7 +20,7 @@ from lightning_memmap.image_crop import Box, choose_box
 from lightning_memmap.images import decode_image
 from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.schema import Decode
-from lightning_memmap.schema.forms import center_crops
+from lightning_memmap.schema.forms import use_center_crops
 from tests.support.datasets import photographs
 from tests.support.models import Brightness, make_trainer
 
@@ -258,4 +258,4 @@ def test_invalid_crop_raises(make: Callable[[], Any], words: str) -> None:
 
 def test_center_crops_replaces_random_crops_alone() -> None:
     decode = {"image": Decode(size=8, crop="random_resized"), "mask": Decode(mode="L", size=4)}
-    assert center_crops(decode) == {"image": Decode(size=8), "mask": Decode(mode="L", size=4)}
+    assert use_center_crops(decode) == {"image": Decode(size=8), "mask": Decode(mode="L", size=4)}

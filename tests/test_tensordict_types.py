@@ -16,7 +16,7 @@ from lightning_memmap.errors import SchemaError
 from lightning_memmap.loading.variable_batch import LayoutCollate
 from lightning_memmap.schema.forms import read_layouts
 from lightning_memmap.schema.schema import Schema
-from lightning_memmap.store.sources.source import source_of
+from lightning_memmap.store.sources.source import make_source
 from tests.support.datasets import Wrapped, column_files
 from tests.support.rows import assembled, make_loader
 from tests.support.store.schemas import read_schema, to_json
@@ -90,7 +90,7 @@ def test_row_of_a_store_has_the_batch_size_of_the_sample(tmp_path: Path) -> None
 
 def test_tensordict_is_stored_by_slices(tmp_path: Path) -> None:
     dataset = nested(50)
-    assert source_of(dataset, Schema.infer([dataset[0]])).is_sliced
+    assert make_source(dataset, Schema.infer([dataset[0]])).is_sliced
     by_slices = build_store(dataset, tmp_path / "slices", progress=False)
     by_items = build_store(Wrapped(dataset), tmp_path / "items", progress=False)
     assert by_slices.manifest.checksums == by_items.manifest.checksums

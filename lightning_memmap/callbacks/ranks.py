@@ -7,13 +7,13 @@ import lightning as L
 import torch
 import torch.distributed as dist
 
-from lightning_memmap.placement.topology import data_parallel_rank
+from lightning_memmap.placement.topology import find_data_parallel_rank
 from lightning_memmap.ranks import check_ranks_match
 
 
 def is_first_with_its_rows(trainer: L.Trainer) -> bool:
     """Check whether no lower rank has the same rows. All ranks must call this."""
-    data_rank, _ = data_parallel_rank(trainer.strategy)
+    data_rank, _ = find_data_parallel_rank(trainer.strategy)
     tensor = torch.tensor(data_rank, device=trainer.strategy.root_device)
     # Over all processes: by default a strategy gathers over the data-parallel ones only.
     data_ranks = trainer.strategy.all_gather(tensor, group=dist.group.WORLD).flatten().tolist()

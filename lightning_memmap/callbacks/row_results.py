@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_memmap.callbacks.ranks import all_or_none, is_first_with_its_rows
 from lightning_memmap.errors import SchemaError, with_article
 from lightning_memmap.loading.loader import SuperBatchLoader
-from lightning_memmap.placement.topology import data_parallel_rank
+from lightning_memmap.placement.topology import find_data_parallel_rank
 from lightning_memmap.results.folder import ResultFolder, Run, digest_of
 from lightning_memmap.results.parts import PartHeader, PartWriter
 from lightning_memmap.schema.fields import Field, dtype_name, field_name
@@ -360,7 +360,7 @@ class RowResults(L.Callback):
         self._epoch = start.epoch if is_training else trainer.current_epoch
         if trainer.is_global_zero and is_training:
             self._folder.rewind(self._run, loader.order, start.epoch, start.position, self._attempt)
-        rank, size = data_parallel_rank(trainer.strategy)
+        rank, size = find_data_parallel_rank(trainer.strategy)
         header = PartHeader(
             run=self._run,
             order=digest_of(loader.order),

@@ -17,7 +17,7 @@ from lightning_memmap.commands.store_page import Section, read_values
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.data.splits import SPLITS
 from lightning_memmap.errors import MemmapError, StoreNotFoundError, check_integer
-from lightning_memmap.placement.topology import DataTopology, topology_of
+from lightning_memmap.placement.topology import DataTopology, find_topology
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import BatchSchedule, steps_to_skip
 from lightning_memmap.store import Store
@@ -246,7 +246,7 @@ def _read_topology(options: RowsOptions) -> DataTopology:
     try:
         section = {"trainer": {**kept, **quiet}}
         trainer = parser.instantiate(parser.parse_config(section)).trainer
-        topology = topology_of(trainer.strategy)
+        topology = find_topology(trainer.strategy)
     except (MisconfigurationException, ValueError, RuntimeError, MemmapError) as error:
         raise ValueError(
             f"the Trainer of the config cannot be made here ({error}). Pass the number of data"

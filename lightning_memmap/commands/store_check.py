@@ -11,7 +11,7 @@ from lightning_memmap.commands.store_options import make_function_parser, print_
 from lightning_memmap.errors import MemmapError, StoreNotFoundError
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store, verify_store
-from lightning_memmap.store.directory import unknown_files
+from lightning_memmap.store.directory import list_unknown_files
 from lightning_memmap.store.paths import path_or_url
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.tables import make_table, printable, text
@@ -115,7 +115,7 @@ def _verify_store(store: Store) -> bool:
     if damages and not is_local:
         print_line(f"{location}: damaged files in the cache are fetched again at their next use")
     if is_local:
-        for name in unknown_files(store.path, store.manifest):
+        for name in list_unknown_files(store.path, store.manifest):
             print_line(f"{location}: {name} is not part of the store and is never read")
     if not damages:
         print_line(f"{location}: all {store.manifest.num_checksums} checksums match")

@@ -7,7 +7,7 @@ from pathlib import Path
 from lightning_memmap.commands.store_options import print_line
 from lightning_memmap.errors import MemmapError, StoreNotFoundError, nearest_file
 from lightning_memmap.store import Store, open_store
-from lightning_memmap.store.building import unfinished_build
+from lightning_memmap.store.building import describe_unfinished_build
 from lightning_memmap.store.manifest import MANIFEST
 from lightning_memmap.store.paths import StoreUrl, path_or_url
 from lightning_memmap.store.remote.files import RemoteFiles
@@ -49,7 +49,7 @@ def find_unfinished(path: str) -> dict[str, str]:
     ]
     descriptions = {}
     for store in sorted({draft.parents[1] for draft in drafts}):
-        description = unfinished_build(store)
+        description = describe_unfinished_build(store)
         if description is not None:
             descriptions[str(store)] = description
     return descriptions

@@ -24,7 +24,7 @@ from lightning_memmap.loading.super_batch import Collate
 from lightning_memmap.loading.transform import DeviceTransform
 from lightning_memmap.loading.variable_batch import LayoutCollate
 from lightning_memmap.loading.variable_rows import VariableRows, rows_in_memory
-from lightning_memmap.placement.topology import DataTopology, data_parallel_rank, topology_of
+from lightning_memmap.placement.topology import DataTopology, find_data_parallel_rank, find_topology
 from lightning_memmap.sampling.rows import Rows, WindowedRows
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import BatchSchedule
@@ -200,7 +200,7 @@ class PlainData(L.LightningDataModule):
     @override
     def train_dataloader(self) -> Any:
         assert self.trainer is not None
-        rank, size = data_parallel_rank(self.trainer.strategy)
+        rank, size = find_data_parallel_rank(self.trainer.strategy)
         store = self._data.open_train_store()
         order = self._data.train_sampler(store, DataTopology((CPU,), rank, size))
         schedule = BatchSchedule(
@@ -285,7 +285,7 @@ def normalized_datamodule(data: Any) -> MemmapDataModule:
 def batch_size_of(trainer: L.Trainer, global_batch: int, devices: int) -> int:
     """Compute the rows per data device and step, before the Trainer has started any process."""
     try:
-        num_devices = topology_of(trainer.strategy).num_data_devices
+        num_devices = find_topology(trainer.strategy).num_data_devices
     except RuntimeError:
         # A strategy with a mesh makes it later. In a comparison all devices are data parallel.
         num_devices = devices

@@ -26,7 +26,7 @@ from lightning_memmap.compare.metrics import PARTS, RankRecord
 from lightning_memmap.compare.parity import MODULUS
 from lightning_memmap.compare.weights import digest_weights, save_weights, squared_distance
 from lightning_memmap.data.module import MemmapDataModule
-from lightning_memmap.placement.topology import data_parallel_rank
+from lightning_memmap.placement.topology import find_data_parallel_rank
 
 #: The part of a step that a profiled action belongs to, by the last word of the action's name, such
 #: as "[Strategy]DDPStrategy.batch_to_device". In manual optimization the Trainer profiles no
@@ -237,7 +237,7 @@ class RunCallback(L.Callback, ABC):
         record = RankRecord(
             rank=trainer.global_rank,
             world_size=trainer.world_size,
-            data_rank=data_parallel_rank(trainer.strategy)[0],
+            data_rank=find_data_parallel_rank(trainer.strategy)[0],
             global_batch=self.spec.global_batch,
             losses=[nan if loss is None else float(loss) for loss in self._losses],
             first_batch_s=self._first_batch_s,

@@ -27,7 +27,7 @@ from lightning_memmap.compare.parity import HashedTransform, hash_batch
 from lightning_memmap.compare.prepare import RunCLI
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.errors import MemmapError
-from lightning_memmap.schema.forms import center_crops
+from lightning_memmap.schema.forms import use_center_crops
 
 #: Errors by which a strategy, a store or the Trainer rejects what is not supported.
 REFUSALS = (MemmapError, ValueError, TypeError, ModuleNotFoundError, MisconfigurationException)
@@ -110,7 +110,7 @@ def _record_hashes(
     """Append the hash of each batch to a list, before the transform changes the batch."""
     # The hashes of the store's rows, which are read one by one, are of center crops.
     if data.decode:
-        data = data.with_options(decode=center_crops(data.decode))
+        data = data.with_options(decode=use_center_crops(data.decode))
     if spec.transform_is_random:
         data = data.with_options(transform=data.eval_transform)
     if data.transform is not None:

@@ -20,7 +20,7 @@ from lightning_memmap.sampling.packed import PackedSampler
 from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
 from lightning_memmap.schema.forms import read_declared
 from lightning_memmap.store.samples import read_first_sample
-from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
+from lightning_memmap.store.sources.stream import is_read_once, is_stream, iterate_samples
 
 
 def make_loader(
@@ -60,7 +60,7 @@ def make_loader(
         if not is_overfitting:
             training_options["skip_steps"] = steps_to_skip(options.skip_steps)
             training_options["skipped"] = skipped
-    order = set_up.order_with(options) if is_training else set_up.placement.splits[split].order
+    order = set_up.make_order(options) if is_training else set_up.placement.splits[split].order
     if is_training and isinstance(order, PackedSampler):
         training_options["weigh"] = order.num_targets
     is_growing = any(store.pending is not None for store in set_up.stores.values())
@@ -96,7 +96,7 @@ def _collate(split: str, set_up: SetUp, stores: SplitStores) -> Collate:
     sample = None
     if schema.has_classes and dataset is not None and not is_read_once(dataset):
         if is_stream(dataset):
-            sample = next(samples_of(dataset))
+            sample = next(iterate_samples(dataset))
         else:
             sample = read_first_sample(dataset, stores.options.num_workers)
     order = set_up.placement.splits[split].order

@@ -6,7 +6,7 @@ from lightning_memmap.data.options import DataOptions
 from lightning_memmap.sampling.selection import Selection
 
 
-def member_of(options: DataOptions, strategy: Any, reason: str) -> int:
+def find_member(options: DataOptions, strategy: Any, reason: str) -> int:
     """Return the number of the member that this process trains.
 
     Args:
@@ -25,13 +25,13 @@ def member_of(options: DataOptions, strategy: Any, reason: str) -> int:
     return member
 
 
-def fold_of(selection: Selection, options: DataOptions, strategy: Any) -> int:
+def find_fold(selection: Selection, options: DataOptions, strategy: Any) -> int:
     """Return the fold or part of a selection that this process uses; 0 if there is only one."""
     count = selection.num_members
     if count is None:
         return 0
     reason = f"subset={options.subset!r}"
-    member = member_of(options, strategy, reason)
+    member = find_member(options, strategy, reason)
     if options.member is not None:
         if member >= count:
             raise ValueError(f"member={member} with {reason}: choose 0 to {count - 1}")

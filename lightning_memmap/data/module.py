@@ -41,13 +41,13 @@ from lightning_memmap.data.reports import (
 from lightning_memmap.data.resume import Resume, renew_where_epochs_differ
 from lightning_memmap.data.set_up import SetUp
 from lightning_memmap.data.split_stores import SplitStores
-from lightning_memmap.data.splits import SPLITS, SPLITS_OF_STAGE, has_several, named_datasets
+from lightning_memmap.data.splits import SPLITS, SPLITS_OF_STAGE, has_several, name_datasets
 from lightning_memmap.errors import nearest
 from lightning_memmap.loading.batches import BatchLoader
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.placement.plan import Placement
-from lightning_memmap.placement.topology import DataTopology, topology_of
+from lightning_memmap.placement.topology import DataTopology, find_topology
 from lightning_memmap.process_group import leave_group_at_exit
 from lightning_memmap.ranks import check_ranks_match
 from lightning_memmap.sampling.factory import SamplerFactory
@@ -475,7 +475,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
 
     def train_sampler(self, store: Store, topology: DataTopology | None = None) -> Sampler:
         """Return the order of the training rows; ``overfit_batches`` does not apply."""
-        planner = Planner(self._split_stores, topology or topology_of(None))
+        planner = Planner(self._split_stores, topology or find_topology(None))
         return planner.shards("train", store).order
 
     def use_fabric(self, fabric: L.Fabric) -> None:
@@ -498,7 +498,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
 
     @property
     def _planner(self) -> Planner:
-        return Planner(self._split_stores, topology_of(self._strategy), self._is_overfitting)
+        return Planner(self._split_stores, find_topology(self._strategy), self._is_overfitting)
 
     @property
     def _rows(self) -> Mapping[str, SplitRows]:
@@ -643,7 +643,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         splits = list[str]()
         for kind in kinds:
             # The training sets of a mixture are one split.
-            splits += ["train"] if kind == "train" else named_datasets(kind, self.datasets[kind])
+            splits += ["train"] if kind == "train" else name_datasets(kind, self.datasets[kind])
         return splits
 
     def teardown(self, stage: str | None = None) -> None:
@@ -790,7 +790,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         """Return the loader of each dataset to evaluate on, in a list or dict like the datasets."""
         self._read_again(kind)
         datasets = self.datasets[kind]
-        by_split = {split: self._loader(split) for split in named_datasets(kind, datasets)}
+        by_split = {split: self._loader(split) for split in name_datasets(kind, datasets)}
         loaders: Loaders = list(by_split.values())
         if not has_several(datasets):
             loaders = by_split[kind]

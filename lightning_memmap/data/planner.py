@@ -12,7 +12,7 @@ from lightning_memmap.data.split_stores import SplitStores
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.loading.split import largest_block_bytes
 from lightning_memmap.placement.plan import Placement, SplitShards, divide, plan_placement
-from lightning_memmap.placement.topology import DataTopology, device_budgets
+from lightning_memmap.placement.topology import DataTopology, compute_budgets
 from lightning_memmap.sampling.factory import make_sampler
 from lightning_memmap.sampling.packed import Packed
 from lightning_memmap.sampling.pool import Pool
@@ -20,7 +20,7 @@ from lightning_memmap.sampling.rows import Integers, WindowedRows, divisors
 from lightning_memmap.sampling.sampler import Sampler, SequentialSampler, ShuffledSampler
 from lightning_memmap.sampling.schedule import Blocks, default_block
 from lightning_memmap.store import Store
-from lightning_memmap.store.series import fields_of, windowed
+from lightning_memmap.store.series import make_fields, windowed
 
 #: Steps whose rows a background build reads first, before there is a loader.
 FIRST_STEPS = 16
@@ -49,7 +49,7 @@ class Planner:
         topology = self.topology
         splits = {split: self.shards(split, store) for split, store in opened.items()}
         if budget_bytes is None:
-            budget_bytes = device_budgets(
+            budget_bytes = compute_budgets(
                 topology.data_devices,
                 options.memory_fraction,
                 topology.num_local_processes,
@@ -82,7 +82,7 @@ class Planner:
         options = self.stores.options
         topology = self.topology
         rows = windowed(store, self.stores.rows(split, store), options.windows)
-        num_shards = options.num_shards or store.manifest.shards_of(rows.num_rows)
+        num_shards = options.num_shards or store.manifest.choose_num_shards(rows.num_rows)
         order = self._order(split, store, divide(split, rows, num_shards, topology))
         if order.num_shards != num_shards and not order.is_sequential:
             counts = [*map(str, divisors(num_shards))]
@@ -110,11 +110,11 @@ class Planner:
         maker = options.sampler
         is_evaluated = split != "train" or self.is_overfitting
         if isinstance(maker, Packed) and is_evaluated:
-            return maker.make_fixed(split, pool, fields_of(store, rows), block)
+            return maker.make_fixed(split, pool, make_fields(store, rows), block)
         if is_evaluated or not options.shuffle:
             return SequentialSampler(pool, shuffle_block=block)
         if maker is None:
             return ShuffledSampler(pool, options.seed, block)
         if options.is_by_batch:
             pool = replace(pool, global_batch=self.step_rows)
-        return make_sampler(maker, pool, options.seed, fields_of(store, rows), block)
+        return make_sampler(maker, pool, options.seed, make_fields(store, rows), block)

@@ -7,7 +7,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zer
 from rich.console import Console
 
 from lightning_memmap.placement.plan import Placement, Residency, placement_table
-from lightning_memmap.placement.topology import free_bytes
+from lightning_memmap.placement.topology import measure_free_bytes
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store
 
@@ -33,7 +33,7 @@ def print_placement(placement: Placement) -> None:
 
 def warn_of_slow_reads(placement: Placement, residency: str) -> bool:
     """Warn if shards in the file mapping exceed the free memory; return whether they do."""
-    free = free_bytes(torch.device("cpu"))
+    free = measure_free_bytes(torch.device("cpu"))
     mapped = sum(held.num_bytes for held in placement.held() if held.residency is Residency.MMAP)
     if mapped <= free:
         return False

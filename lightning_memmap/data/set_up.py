@@ -12,7 +12,7 @@ from lightning_memmap.loading.split import SplitRows, load_split
 from lightning_memmap.placement.plan import Placement
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import steps_to_skip
-from lightning_memmap.schema.forms import center_crops
+from lightning_memmap.schema.forms import use_center_crops
 from lightning_memmap.store import Store
 
 
@@ -24,7 +24,7 @@ class SetUp:
     stores: Mapping[str, Store]
     placement: Placement
     rows: Mapping[str, SplitRows]
-    #: Orders that were made by `order_with`, whose tables are freed with the rows.
+    #: Orders that were made by `make_order`, whose tables are freed with the rows.
     _orders: list[Sampler] = field(default_factory=list)
 
     @classmethod
@@ -33,7 +33,7 @@ class SetUp:
         options = planner.stores.options
         rows = dict[str, SplitRows]()
         for split, store in stores.items():
-            decode = options.decode if split == "train" else center_crops(options.decode)
+            decode = options.decode if split == "train" else use_center_crops(options.decode)
             loaded = load_split(store, planner.topology, placement.splits[split], decode)
             rows[split] = replace(loaded, are_numbered=options.with_row_numbers)
         return cls(planner, stores, placement, rows)
@@ -48,7 +48,7 @@ class SetUp:
         """The order of the training rows; None if they are not set up."""
         return self.placement.splits["train"].order if "train" in self.stores else None
 
-    def order_with(self, options: DataOptions) -> Sampler:
+    def make_order(self, options: DataOptions) -> Sampler:
         """Return the order of the training rows under options that were set after the set-up."""
         old = self.options
         order = self.placement.splits["train"].order
@@ -76,7 +76,7 @@ class SetUp:
     def train_stores(self) -> dict[str, dict[str, str]]:
         """Row counts and checksums that identify the contents of each training store."""
         contents = dict[str, dict[str, str]]()
-        for part, store in self.planner.stores.by_part("train", self.stores["train"]):
+        for part, store in self.planner.stores.split_by_part("train", self.stores["train"]):
             manifest = store.manifest
             probes = xxhash.xxh3_64_hexdigest(msgspec.json.encode(manifest.probes))
             contents[part] = {"rows": str(manifest.num_rows), "probe rows": probes}
@@ -101,7 +101,7 @@ class SetUp:
         if self.order is not None:
             values |= self.order.identity
         for split, store in self.stores.items():
-            for part, stored in self.planner.stores.by_part(split, store):
+            for part, stored in self.planner.stores.split_by_part(split, store):
                 manifest = stored.manifest
                 if self.options.build != "first":
                     # Only ranks on which the store is complete know its checksums.

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memmap.data.known_stores import KnownStores, StoreOrigin
-from lightning_memmap.data.members import fold_of, member_of
+from lightning_memmap.data.members import find_fold, find_member
 from lightning_memmap.data.options import DataOptions
-from lightning_memmap.data.splits import argument_of, has_several, named_datasets
+from lightning_memmap.data.splits import has_several, name_argument, name_datasets
 from lightning_memmap.errors import (
     MemmapError,
     StoreError,
@@ -26,8 +26,8 @@ from lightning_memmap.sampling.rows import Integers, Rows
 from lightning_memmap.sampling.selection import Selection
 from lightning_memmap.store import Store, open_store
 from lightning_memmap.store.build import build
-from lightning_memmap.store.building import unfinished_build
-from lightning_memmap.store.directory import is_store, stores_within
+from lightning_memmap.store.building import describe_unfinished_build
+from lightning_memmap.store.directory import is_store, list_stores
 from lightning_memmap.store.growing import open_growing
 from lightning_memmap.store.joined import JoinedStore
 from lightning_memmap.store.paths import StoreUrl, path_or_url
@@ -57,7 +57,7 @@ class SplitStores:
             arguments["train"] = dict.fromkeys(self.options.mixed)
         by_split = dict[str, Any]()
         for kind, datasets in arguments.items():
-            by_split |= named_datasets(kind, datasets)
+            by_split |= name_datasets(kind, datasets)
         return by_split
 
     def parts(self, split: str) -> list[str]:
@@ -70,7 +70,7 @@ class SplitStores:
         text = str(self.options.store_dir)
         if "{member}" not in text:
             return self.options.store_dir
-        member = member_of(self.options, self.strategy, f"store_dir={text!r}")
+        member = find_member(self.options, self.strategy, f"store_dir={text!r}")
         return path_or_url(text.replace("{member}", str(member)))
 
     def stored_split(self, split: str) -> str:
@@ -154,7 +154,7 @@ class SplitStores:
         self._check_not_one(split)
         if not length_hint(dataset, 1):
             raise ValueError(
-                f"{argument_of(split)}: the dataset is empty: pass None, or a dataset with rows"
+                f"{name_argument(split)}: the dataset is empty: pass None, or a dataset with rows"
             )
         # An existing store keeps its shards: its rows are striped again if num_shards differs.
         is_kept = not options.overwrite and is_store(path)
@@ -176,7 +176,7 @@ class SplitStores:
             return False
         if task.is_stream:
             raise ValueError(
-                f"{argument_of(split)}, {with_article(type(task.dataset).__name__)}, with"
+                f"{name_argument(split)}, {with_article(type(task.dataset).__name__)}, with"
                 " build='while_training': a stream can't be read in the order of training: use"
                 " build='first', or a map-style dataset"
             )
@@ -208,7 +208,7 @@ class SplitStores:
                 if name == split:
                     raise ValueError(
                         f"{argument}[{split!r}]: this split has no rows: pass"
-                        f" {argument_of(split)}, or remove {split!r} from {argument}"
+                        f" {name_argument(split)}, or remove {split!r} from {argument}"
                     )
         return opened
 
@@ -249,7 +249,7 @@ class SplitStores:
                 raise
             raise StoreNotFoundError(
                 f"no store at {path}: call prepare_data() before setup(): it builds the store from"
-                f" {argument_of(split)}. A subclass that overrides it must call"
+                f" {name_argument(split)}. A subclass that overrides it must call"
                 " super().prepare_data()"
             ) from None
         if dataset is not None and not self.known_stores.has(split, self._origin(split, store)):
@@ -262,14 +262,14 @@ class SplitStores:
         num_workers = self.options.num_workers
         check_dataset(store, self.datasets[split], fingerprint, num_workers=num_workers)
 
-    def by_part(self, split: str, store: Store) -> list[tuple[str, Store]]:
+    def split_by_part(self, split: str, store: Store) -> list[tuple[str, Store]]:
         """Return the stores that a split's store consists of, with their splits."""
         stores = store.parts if isinstance(store, JoinedStore) else [store]
         return [*zip(self.parts(split), stores, strict=True)]
 
     def rows(self, split: str, store: Store) -> Rows:
         """Return the rows of its store that a split uses."""
-        subsets = [self._subset(part, stored) for part, stored in self.by_part(split, store)]
+        subsets = [self._subset(part, stored) for part, stored in self.split_by_part(split, store)]
         return store.chosen(subsets) if isinstance(store, JoinedStore) else store.rows(*subsets)
 
     def _subset(self, split: str, store: Store) -> Integers | None:
@@ -277,7 +277,7 @@ class SplitStores:
         if selection is None:
             return None
         try:
-            fold = fold_of(selection, self.options, self.strategy)
+            fold = find_fold(selection, self.options, self.strategy)
         except ValueError:
             if store.pending is None:
                 # An error that every fold would raise is more useful.
@@ -307,9 +307,9 @@ class SplitStores:
             except StoreNotFoundError as error:  # It distinguishes a missing bucket from a store.
                 return error
         elif self.datasets[stored] is None and not is_store(path):
-            unfinished = unfinished_build(path)
+            unfinished = describe_unfinished_build(path)
             return StoreNotFoundError(
-                f"{argument_of(stored)}=None and no store at {path}"
+                f"{name_argument(stored)}=None and no store at {path}"
                 f"{f' ({unfinished})' if unfinished else ''}: pass the dataset, or a store_dir that"
                 f" contains a store named {stored!r}{nearest_file(path)}"
             )
@@ -341,7 +341,7 @@ class SplitStores:
         """Check that a directory without a store is not a directory of several stores."""
         path = self.directory / split
         # At a URL, searching would take longer than opening a store.
-        if isinstance(path, Path) and (names := stores_within(path)):
+        if isinstance(path, Path) and (names := list_stores(path)):
             raise ValueError(
                 f"{split}_dataset=None, and {path} contains the stores of several datasets: name"
                 f" them in order with {split}_dataset={dict.fromkeys(names)}"

@@ -27,7 +27,7 @@ SPLITS_OF_STAGE = {
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
-def named_datasets(kind: str, datasets: Any) -> dict[str, Any]:
+def name_datasets(kind: str, datasets: Any) -> dict[str, Any]:
     """Return the datasets of one argument by split: one, or one for each entry of a list or dict.
 
     Args:
@@ -97,7 +97,7 @@ def check_store_name(argument: str, name: object) -> None:
     )
 
 
-def argument_of(split: str) -> str:
+def name_argument(split: str) -> str:
     """Return the argument that a split's dataset is passed as, for messages."""
     kind, _, name = split.partition("/")
     if not name:

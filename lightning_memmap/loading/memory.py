@@ -47,10 +47,10 @@ from lightning_memmap.store.open_columns import (
     MappedRows,
     OpenColumn,
     RaggedRows,
-    packed_index,
+    compute_index,
 )
 from lightning_memmap.store.segments import copy_segments
-from lightning_memmap.store.series import read_series, series_file_rows, steps_of, windows_over
+from lightning_memmap.store.series import find_series_rows, read_series, view_steps, view_windows
 
 #: Up to this many rows, slots are looked up in a table, of 4 bytes per row for slots below 2**32.
 TABLE_ROWS = 2**24
@@ -226,7 +226,7 @@ class SeriesSlots:
         """Combine windows over the steps of cut fields with the rows of the other fields."""
         is_cut = [field.name in self.windows.fields for field, _ in columns]
         in_memory = [
-            windows_over(steps(column), self.windows.length) if cut else rows(column)
+            view_windows(steps(column), self.windows.length) if cut else rows(column)
             for (_, column), cut in zip(columns, is_cut, strict=True)
         ]
         return Columns(in_memory, self.device, [None if cut else self.rows_of for cut in is_cut])
@@ -284,7 +284,7 @@ def map_in_place(
     if series is None:
         in_place = [column_in_place(column) for _, column in columns]
         return Memory(Columns(in_place, torch.device("cpu")), slot_map)
-    return Memory(series.columns(columns, steps_of, column_in_place), slot_map)
+    return Memory(series.columns(columns, view_steps, column_in_place), slot_map)
 
 
 def column_in_place(column: OpenColumn) -> Tensor | Ragged:
@@ -323,7 +323,7 @@ def map_series(store: Store, pool: Pool) -> SeriesSlots:
     windows = pool.rows
     assert isinstance(windows, WindowedRows)
     begins = read_series(store, windows.fields, windows.series).begins
-    rows = store.in_memory(series_file_rows(windows.series))
+    rows = store.in_memory(find_series_rows(windows.series))
     return SeriesSlots(windows, begins, begins, rows, torch.device("cpu"))
 
 
@@ -347,7 +347,7 @@ def copy_windows(
     segments = mapped.begins[held] + firsts[held] * windows.stride, lengths
     copies = series.columns(
         columns,
-        lambda column: _copy_items(steps_of(column), [segments], int(lengths.sum()), device),
+        lambda column: _copy_items(view_steps(column), [segments], int(lengths.sum()), device),
         lambda column: _copy_column(column, [mapped.rows[held]], len(held), device),
     )
     return Memory(copies, series.slot_map(pool))
@@ -369,7 +369,7 @@ def _copy_column(
     starts = (chunk.starts for chunk in located)
     items = _copy_items(column.items, zip(starts, lengths, strict=True), num_items, device)
     no_rows = np.zeros((0, column.field.num_variable), np.int64)
-    index = packed_index(np.concatenate([no_rows, *(chunk.sizes for chunk in located)]))
+    index = compute_index(np.concatenate([no_rows, *(chunk.sizes for chunk in located)]))
     return Ragged(column.field, ItemRows(column.field, column.shards, items, index).among)
 
 

@@ -22,7 +22,7 @@ from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.schema.forms import Layout, Pad
 from lightning_memmap.schema.schema import Schema
-from lightning_memmap.schema.structure import builder
+from lightning_memmap.schema.structure import make_builder
 
 #: The key of the `Packing` in a batch.
 PACKING = "packing"
@@ -150,7 +150,7 @@ class PackedCollate:
             schema.check_name("layout", name)
             check_layout(name, fields.get(name), ())
         index = {field.name: number for number, field in enumerate(structure.fields)}
-        self._build = builder(structure, sample, index)
+        self._build = make_builder(structure, sample, index)
         self._packs = [
             _packing_of(f, layouts.get(f.name), self._limits, lengths) for f in schema.fields
         ]

@@ -43,7 +43,7 @@ from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import Blocks
 from lightning_memmap.schema.fields import Field
 from lightning_memmap.store.open_columns import ItemRows, Located, OpenColumn
-from lightning_memmap.store.series import windows_over
+from lightning_memmap.store.series import view_windows
 
 #: Blocks in memory: rows are fetched from one while the other is read.
 _NUM_BUFFERS = 2
@@ -126,7 +126,7 @@ class StreamMemory:
             elif field.name in series.windows.fields:
                 step_shape = field.windowed(1).item_shape[1:]
                 steps = self.items.add(file, step_shape, field.dtype)
-                columns.append(windows_over(steps, series.windows.length))
+                columns.append(view_windows(steps, series.windows.length))
                 to_index.append(self.items.to_index)
             else:
                 columns.append(column_in_place(rows))

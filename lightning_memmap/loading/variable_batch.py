@@ -13,7 +13,7 @@ from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.schema.fields import Field
 from lightning_memmap.schema.forms import Decode, Layout, ListOfRows, Pad
 from lightning_memmap.schema.schema import Schema
-from lightning_memmap.schema.structure import Node, builder, leaf_node
+from lightning_memmap.schema.structure import Node, leaf_node, make_builder
 from lightning_memmap.tensordict_types import tensordict_types
 
 #: The key of the row numbers in a batch.
@@ -46,7 +46,7 @@ class LayoutCollate:
         scaled = {name for name, value in self._decode.items() if value.with_scale}
         structure, self._masked = _with_masks(schema.structure, layouts, scaled)
         index = {field.name: number for number, field in enumerate(structure.fields)}
-        self._build = builder(structure, sample, index)
+        self._build = make_builder(structure, sample, index)
         self._fields = [
             (field.name, layouts.get(field.name, _LIST), byte_pool()) for field in schema.fields
         ]

@@ -175,8 +175,8 @@ def plan_placement(
                 else "residency='auto', which leaves the rest on the host"
             )
             raise PlacementError(
-                f"residency={residency!r}: the shards of {device} need {_exactly(needed)}, more"
-                f" than the {_exactly(budget_bytes[device])} that may be used there. Use more data"
+                f"residency={residency!r}: the shards of {device} need {_in_bytes(needed)}, more"
+                f" than the {_in_bytes(budget_bytes[device])} that may be used there. Use more data"
                 f" devices, a larger memory_fraction, smaller dtypes, or {alternative}"
             )
     return Placement(topology, placed, dict(budget_bytes))
@@ -227,12 +227,12 @@ def _check_blocks(splits: Mapping[str, SplitShards], budget_bytes: int) -> None:
     remedy = f"Use shuffle_block={max_rows} or less" if max_rows else "Not even one row fits"
     raise PlacementError(
         f"residency='stream': two blocks of each split, with {blocks} of each of this process's"
-        f" shards, need {_exactly(needed)} of host memory, more than the {_exactly(budget_bytes)}"
+        f" shards, need {_in_bytes(needed)} of host memory, more than the {_in_bytes(budget_bytes)}"
         f" that may be used. {remedy}. Fewer shards or a larger memory_fraction help too"
     )
 
 
-def _exactly(num_bytes: int) -> str:
+def _in_bytes(num_bytes: int) -> str:
     return f"{num_bytes} bytes ({format_bytes(num_bytes)})"
 
 

@@ -59,7 +59,7 @@ class DataTopology:
         return shard // self.size % len(self.data_devices)
 
 
-def topology_of(strategy: Any) -> DataTopology:
+def find_topology(strategy: Any) -> DataTopology:
     """Return the data topology of a strategy: what it declares, or one data device per process."""
     if strategy is None:
         cpu = torch.device("cpu")
@@ -67,30 +67,30 @@ def topology_of(strategy: Any) -> DataTopology:
     declared: DataTopology | None = getattr(strategy, "data_topology", None)
     if declared is not None:
         return declared
-    rank, size = data_parallel_rank(strategy)
+    rank, size = find_data_parallel_rank(strategy)
     root = strategy.root_device
     return DataTopology(
         (root,),
         rank,
         size,
         assemble_on=root,
-        num_local_processes=local_processes(strategy),
+        num_local_processes=count_local_processes(strategy),
         processes_per_device=getattr(strategy, "processes_per_device", 1),
     )
 
 
-def data_parallel_rank(strategy: Any) -> tuple[int, int]:
+def find_data_parallel_rank(strategy: Any) -> tuple[int, int]:
     """Return the data-parallel rank and size of this process under any Lightning strategy."""
     sharding = getattr(strategy, "distributed_sampler_kwargs", None) or {}
     return sharding.get("rank", 0), sharding.get("num_replicas", 1)
 
 
-def local_processes(strategy: Any) -> int:
+def count_local_processes(strategy: Any) -> int:
     """Return the number of processes of a run on this machine, under any Lightning strategy."""
     return int(getattr(strategy, "num_processes", 1))
 
 
-def device_budgets(
+def compute_budgets(
     devices: Sequence[torch.device],
     fraction: float,
     num_local_processes: int = 1,
@@ -99,7 +99,8 @@ def device_budgets(
     """Compute the bytes of each device, of those free now, that this process may use for shards."""
     sharing = {"cpu": num_local_processes}
     return {
-        device: int(free_bytes(device) * fraction) // sharing.get(device.type, processes_per_device)
+        device: int(measure_free_bytes(device) * fraction)
+        // sharing.get(device.type, processes_per_device)
         for device in dict.fromkeys((*devices, torch.device("cpu")))
     }
 
@@ -112,7 +113,7 @@ def check_memory_fraction(fraction: float) -> float:
     return number
 
 
-def free_bytes(device: torch.device) -> int:
+def measure_free_bytes(device: torch.device) -> int:
     """Return the free memory of a device in bytes, including what torch has cached."""
     if device.type == "cpu":
         return available_bytes()

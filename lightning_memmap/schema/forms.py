@@ -294,7 +294,7 @@ def read_declared(
     return Declared(counts, names)
 
 
-def center_crops(decode: Mapping[str, Decode] | None) -> dict[str, Decode]:
+def use_center_crops(decode: Mapping[str, Decode] | None) -> dict[str, Decode]:
     """Replace random crops by centre crops."""
     return {name: replace(value, crop="center") for name, value in (decode or {}).items()}
 

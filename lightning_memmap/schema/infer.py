@@ -16,7 +16,7 @@ from lightning_memmap.schema.stack import (
     array_dtype,
     common_dtype,
     concatenate_numbers,
-    unstacked_rows,
+    find_unstacked_rows,
 )
 from lightning_memmap.schema.structure import (
     CLASS_KINDS,
@@ -27,8 +27,8 @@ from lightning_memmap.schema.structure import (
     Node,
     Path,
     as_container,
-    columns_of,
     leaf_node,
+    split_columns,
 )
 
 #: A list or tuple of at least this many numbers of one dtype is one field. In a shorter one, such
@@ -156,7 +156,7 @@ class Inference:
         node = Node(kind, tuple(keys))
         children = [
             self.infer(column, (*path, key), in_record=in_record)
-            for key, column in zip(keys, columns_of(values, node, path), strict=True)
+            for key, column in zip(keys, split_columns(values, node, path), strict=True)
         ]
         feature_dims = 0
         if kind == "tensordict":
@@ -233,7 +233,7 @@ def leaf_field(name: str, leaf: Any) -> Field:
 
 def batch_leaf_field(name: str, leaf: Any) -> Field:
     """Return the field of the rows that a leaf of a batch holds."""
-    rows = unstacked_rows(name, leaf)
+    rows = find_unstacked_rows(name, leaf)
     if rows is None:
         stacked = leaf_field(name, leaf)
         return replace(stacked, shape=stacked.shape[1:])

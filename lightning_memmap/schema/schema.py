@@ -20,7 +20,7 @@ from lightning_memmap.schema.forms import Declared
 from lightning_memmap.schema.held import CheckedSamples, SharedMemoryCheck
 from lightning_memmap.schema.infer import Inference, merge_shapes, widen_fields
 from lightning_memmap.schema.stack import Batch, Samples, stack
-from lightning_memmap.schema.structure import Node, builder
+from lightning_memmap.schema.structure import Node, make_builder
 
 #: Each field is a mapped file, and a process can map about ten thousand files.
 MAX_FIELDS = 4096
@@ -233,7 +233,7 @@ class Schema:
                 )
         return stacked
 
-    def builder(
+    def make_builder(
         self, sample: Any = None, *, is_row: bool = False
     ) -> Callable[[Sequence[Any]], Any]:
         """Return a function that nests one value per field into a batch or a row.
@@ -245,4 +245,4 @@ class Schema:
                 ``default_collate``.
         """
         index = {field.name: number for number, field in enumerate(self.fields)}
-        return builder(self.structure, sample, index, is_row=is_row)
+        return make_builder(self.structure, sample, index, is_row=is_row)

@@ -41,7 +41,7 @@ from lightning_memmap.schema.kinds import (
     python_dtype,
     to_array,
 )
-from lightning_memmap.schema.structure import Node, Path, columns_of
+from lightning_memmap.schema.structure import Node, Path, split_columns
 
 _dtype = attrgetter("dtype")
 _shape = attrgetter("shape")
@@ -97,7 +97,7 @@ class Samples(Branch):
 
     @override
     def parts(self, node: Node, path: Path) -> Sequence[Branch]:
-        return list(map(self._like, columns_of(self._values, node, path)))
+        return list(map(self._like, split_columns(self._values, node, path)))
 
     @override
     def lists(self, path: Path) -> tuple[Branch, Integers]:
@@ -137,16 +137,16 @@ class Batch(Branch):
 
     @override
     def parts(self, node: Node, path: Path) -> Sequence[Branch]:
-        return [Batch(part) for (part,) in columns_of([self._batch], node, path)]
+        return [Batch(part) for (part,) in split_columns([self._batch], node, path)]
 
     @override
     def leaves(self, field: Field) -> Values:
-        if (rows := unstacked_rows(field.name, self._batch)) is None:
+        if (rows := find_unstacked_rows(field.name, self._batch)) is None:
             return as_values(field, self._batch)
         return Samples(rows).leaves(field) if rows else Values.empty(field)
 
 
-def unstacked_rows(name: str, leaf: Any) -> Sequence[Any] | None:
+def find_unstacked_rows(name: str, leaf: Any) -> Sequence[Any] | None:
     """Return the rows of a `RowList` or jagged tensor, or None if a tensor has stacked rows."""
     if isinstance(leaf, RowList):
         return leaf

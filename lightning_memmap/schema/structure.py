@@ -119,7 +119,7 @@ def leaf_node(field: Field) -> Node:
     return Node("leaf", field=field)
 
 
-def columns_of(values: Sequence[Any], node: Node, path: Path) -> Sequence[Sequence[Any]]:
+def split_columns(values: Sequence[Any], node: Node, path: Path) -> Sequence[Sequence[Any]]:
     """Return the values of each child of containers, in the order of the keys of a node.
 
     Raises:
@@ -249,8 +249,10 @@ def _build_list_of_records(build: Build, leaves: Mapping[int, Any]) -> list[Any]
     ]
 
 
-def builder(node: Node, sample: Any, index: Mapping[str, int], *, is_row: bool = False) -> Build:
-    """Return a function that nests leaves like a sample; see `Schema.builder`.
+def make_builder(
+    node: Node, sample: Any, index: Mapping[str, int], *, is_row: bool = False
+) -> Build:
+    """Return a function that nests leaves like a sample; see `Schema.make_builder`.
 
     Args:
         node: The structure.
@@ -262,12 +264,12 @@ def builder(node: Node, sample: Any, index: Mapping[str, int], *, is_row: bool =
         return itemgetter(index[node.field.name])
     if node.kind == "records":
         first = next(iter(sample), None) if isinstance(sample, (list, tuple)) else None
-        record = builder(node.children[0], first, index, is_row=is_row)
+        record = make_builder(node.children[0], first, index, is_row=is_row)
         indices = [index[field.name] for field in node.fields]
         nest = _build_list_of_records if is_row else _build_batch_of_records
         return lambda leaves: nest(record, {i: leaves[i] for i in indices})
     if node.kind == "optional":
-        part = builder(node.children[0], sample, index, is_row=is_row)
+        part = make_builder(node.children[0], sample, index, is_row=is_row)
         mask = index[node.mask]
         if is_row:
             return lambda leaves: part(leaves) if leaves[mask] else None
@@ -277,7 +279,7 @@ def builder(node: Node, sample: Any, index: Mapping[str, int], *, is_row: bool =
         container = None
     samples = dict(zip(container[1], container[2], strict=True)) if container is not None else {}
     children = [
-        (key, builder(child, samples.get(key), index, is_row=is_row))
+        (key, make_builder(child, samples.get(key), index, is_row=is_row))
         for key, child in zip(node.keys, node.children, strict=True)
     ]
     if node.kind in ("tuple", "list"):

@@ -13,7 +13,7 @@ from lightning_memmap.store.building import Building
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.probes import read_probes_in_worker
-from lightning_memmap.store.request import BuildRequest, class_name_of, class_names_of
+from lightning_memmap.store.request import BuildRequest, find_class_names, get_class_name
 from lightning_memmap.store.store import Store, open_directory
 from lightning_memmap.store.workers import Workers
 from lightning_memmap.store.writing import Appended
@@ -71,7 +71,7 @@ def append_store(
     with directory.locked():
         store = open_directory(directory.path)
         store.check_bytes(request.show, num_threads=max(2, num_workers))
-        classes = _joined_classes(store, dataset)
+        classes = _merge_classes(store, dataset)
         both = Appended(store, dataset)
         _log.warning(
             "appending %s rows to %s: copying %s of the old version",
@@ -82,7 +82,7 @@ def append_store(
         with Workers(dataset, num_workers) as readers:
             probes = read_probes_in_worker(readers, len(dataset), store.schema)
         added = ((store.num_rows + row, digest) for row, digest in probes.digests)
-        name = f"{store.manifest.source.get('dataset', 'a table')} + {class_name_of(dataset)}"
+        name = f"{store.manifest.source.get('dataset', 'a table')} + {get_class_name(dataset)}"
         draft = Manifest.draft(
             both.num_rows,
             store.num_shards,
@@ -101,10 +101,10 @@ def append_store(
     return open_directory(directory.path)
 
 
-def _joined_classes(store: Store, dataset: Any) -> tuple[str, ...]:
+def _merge_classes(store: Store, dataset: Any) -> tuple[str, ...]:
     """Merge the class names of a store and of a dataset that is appended to it, by label."""
     old = store.classes
-    new = class_names_of(dataset)
+    new = find_class_names(dataset)
     if not (old and new):
         return old
     for label, (one, other) in enumerate(zip(old, new, strict=False)):

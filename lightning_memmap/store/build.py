@@ -20,8 +20,8 @@ from lightning_memmap.store.directory import check_free, is_store
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.probes import Probes
 from lightning_memmap.store.recognition import recognise
-from lightning_memmap.store.request import BuildRequest, class_names_of
-from lightning_memmap.store.samples import probe_rows
+from lightning_memmap.store.request import BuildRequest, find_class_names
+from lightning_memmap.store.samples import choose_probe_rows
 from lightning_memmap.store.sources.stream import Spool
 from lightning_memmap.store.store import Store, open_directory
 from lightning_memmap.store.workers import Workers
@@ -129,7 +129,7 @@ def build_missing(
                 spool = Spool(dataset, directory.path, advance, request.declared)
             stack.callback(spool.close)
             workers = stack.enter_context(Workers(spool, 0))
-            probes = _probes_of(spool)
+            probes = _make_probes(spool)
         else:
             workers = stack.enter_context(Workers(dataset, num_workers))
             probes = request.probes(workers)
@@ -163,8 +163,8 @@ def write_and_finish(
             building.finish(num_threads=max(2, request.num_workers), show=request.show, **changes)
 
 
-def _probes_of(spool: Spool) -> Probes:
-    digests = tuple((row, spool.hash_row(row)) for row in probe_rows(len(spool)))
+def _make_probes(spool: Spool) -> Probes:
+    digests = tuple((row, spool.hash_row(row)) for row in choose_probe_rows(len(spool)))
     return Probes(spool.schema, digests, 0.0, spool.row_bytes, spool.row_bytes)
 
 
@@ -192,6 +192,6 @@ def _reopen(request: BuildRequest, *, is_locked: bool = False) -> Store:
             directory.discard()
             # Another process may have replaced the store since this one opened it.
             if identity is not None and Manifest.read(directory.path) == store.manifest:
-                classes = class_names_of(request.dataset) or store.classes
+                classes = find_class_names(request.dataset) or store.classes
                 replace(store.manifest, fingerprint=identity, classes=classes).write(directory.path)
     return store

@@ -54,11 +54,11 @@ from lightning_memmap.store.manifest import MAX_MANIFEST_BYTES, Manifest
 from lightning_memmap.store.progress import ShowProgress, show_progress
 from lightning_memmap.store.samples import (
     RandomDatasetError,
+    choose_probe_rows,
     hash_row,
-    probe_rows,
     random_dataset_error,
 )
-from lightning_memmap.store.workers import RowNumbers, threads
+from lightning_memmap.store.workers import RowNumbers, start_threads
 
 #: Bytes of the draft, the journal and the manifest.
 _ROOM_BYTES = 64 * 2**10
@@ -143,7 +143,7 @@ class Building:
         directory = StoreDirectory(store)
         key = KEY if part is None else PARTS
         index = None if part is None else part[0]
-        rows = range(draft.num_rows) if part is None else rows_of_part(*part, draft.num_rows)
+        rows = range(draft.num_rows) if part is None else compute_part_rows(*part, draft.num_rows)
         for path in directory.unfinished(key) if resume else ():
             try:
                 _check_same(read_draft(path, key), draft)
@@ -214,7 +214,7 @@ class Building:
             # rows may be written during the sync.
             rows = [self._written.popleft() for _ in range(len(self._written))]
             # A disk can take several files at once.
-            with threads(_NUM_SYNCS) as pool:
+            with start_threads(_NUM_SYNCS) as pool:
                 list(pool.map(_sync, [*self.path.iterdir(), self.path]))
             if self.journal is not None and rows:
                 short = [np.asarray(block) for block in rows if len(block) < _MANY_ROWS]
@@ -233,7 +233,7 @@ class Building:
         the draft.
         """
         # The last rows are synced while they are read.
-        with threads(1) as thread:
+        with start_threads(1) as thread:
             syncing = thread.submit(self.sync)
             columns = tuple(column.finish(self.path) for column in self.draft.columns)
             manifest = replace(self.draft, items=shard_items(columns), **changes)
@@ -256,11 +256,11 @@ class Building:
             # Keys that begin with a dot only served to match an interrupted build.
             **{key: text for key, text in manifest.source.items() if key[0] != "."},
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "lightning_memmap": _own_version(),
+            "lightning_memmap": _find_own_version(),
             # Looking up the version of an installed package takes milliseconds.
             "torch": str(torch.__version__),
         }
-        probes = tuple((row, digest(row)) for row in probe_rows(manifest.num_rows))
+        probes = tuple((row, digest(row)) for row in choose_probe_rows(manifest.num_rows))
         with self._syncing:  # A thread that syncs files finds all of them, or none.
             StoreDirectory(self.store).commit(
                 replace(manifest, checksums=checksums, probes=probes, source=source)
@@ -306,14 +306,14 @@ def _sync(path: Path) -> None:
             raise
 
 
-def _own_version() -> str:
+def _find_own_version() -> str:
     try:
         return version("lightning_memmap")
     except PackageNotFoundError:  # It is run from a checkout.
         return "not installed"
 
 
-def rows_of_part(index: int, num_parts: int, num_rows: int) -> range:
+def compute_part_rows(index: int, num_parts: int, num_rows: int) -> range:
     """Return the rows of a part."""
     return range(index * num_rows // num_parts, (index + 1) * num_rows // num_parts)
 
@@ -327,7 +327,7 @@ def read_draft(generation: Path, key: str) -> Manifest:
     return replace(draft, items={}, generation=generation.name)
 
 
-def unfinished_build(store: Path) -> str | None:
+def describe_unfinished_build(store: Path) -> str | None:
     """Describe an unfinished build: how many rows are on the disk, and how to resume it."""
     directory = StoreDirectory(store)
     keys = {generation: key for key in (PARTS, KEY) for generation in directory.unfinished(key)}
@@ -401,7 +401,7 @@ def _check_same(begun: Manifest, draft: Manifest) -> None:
     changed = identity.difference(draft.fingerprint or Fingerprint({}))
     if changed is not None:
         raise StoreError(f"since then, {changed}")
-    old_facts, new_facts = ({**_facts_of(m), **m.source} for m in (begun, draft))
+    old_facts, new_facts = ({**_list_facts(m), **m.source} for m in (begun, draft))
     for name in sorted({*old_facts, *new_facts} - {"dataset"}):
         if old_facts.get(name) != new_facts.get(name):
             label = name.removeprefix(".")
@@ -409,7 +409,7 @@ def _check_same(begun: Manifest, draft: Manifest) -> None:
             raise StoreError(f"it has {label}={old}, and this one {label}={new}")
 
 
-def _facts_of(manifest: Manifest) -> dict[str, Any]:
+def _list_facts(manifest: Manifest) -> dict[str, Any]:
     return {
         "num_rows": manifest.num_rows,
         "num_shards": manifest.num_shards,

@@ -25,8 +25,8 @@ import xxhash
 
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.store.columns import Column
-from lightning_memmap.store.files import open_plain, unreadable
-from lightning_memmap.store.workers import threads
+from lightning_memmap.store.files import make_unreadable_error, open_plain
+from lightning_memmap.store.workers import start_threads
 
 #: Bytes that one checksum covers. Doubled until a store has at most `MAX_CHECKSUMS` of them.
 CHUNK_BYTES = 8 * 2**20
@@ -71,7 +71,7 @@ class ColumnChunks:
 
     Args:
         column: The column.
-        chunk_bytes: The size of a chunk; see `chunk_bytes_for`.
+        chunk_bytes: The size of a chunk; see `choose_chunk_bytes`.
         checksums: The checksums, file after file.
     """
 
@@ -80,7 +80,7 @@ class ColumnChunks:
         self._files = list[_FileChunks]()
         first = 0
         for name, bounds in column.bounds.items():
-            edges = _edges(bounds, chunk_bytes)
+            edges = _compute_edges(bounds, chunk_bytes)
             self._files.append(_FileChunks(name, bounds, edges, first))
             first += len(edges) - 1
 
@@ -127,7 +127,7 @@ def num_chunks(column: Column, chunk_bytes: int) -> int:
     return sum(int(_counts(bounds, chunk_bytes).sum()) for bounds in column.bounds.values())
 
 
-def chunk_bytes_for(columns: Sequence[Column]) -> int:
+def choose_chunk_bytes(columns: Sequence[Column]) -> int:
     """Return the size of the chunks of a store: `CHUNK_BYTES`, or more for a very large one."""
     chunk_bytes = CHUNK_BYTES
     while sum(num_chunks(column, chunk_bytes) for column in columns) > MAX_CHECKSUMS:
@@ -139,7 +139,7 @@ def _counts(bounds: Integers, chunk_bytes: int) -> Integers:
     return -(-np.diff(bounds) // chunk_bytes)
 
 
-def _edges(bounds: Integers, chunk_bytes: int) -> Integers:
+def _compute_edges(bounds: Integers, chunk_bytes: int) -> Integers:
     """Return the bytes at which chunks start, and the last one ends."""
     counts = _counts(bounds, chunk_bytes)
     first = np.repeat(np.cumsum(counts) - counts, counts)
@@ -155,16 +155,16 @@ def compute_checksums(
     advance: Callable[[int], None],
 ) -> dict[str, bytes]:
     """Read all files of a store and hash each chunk, by field."""
-    chunk_bytes = chunk_bytes_for(columns)
+    chunk_bytes = choose_chunk_bytes(columns)
     sums = dict[str, bytes]()
-    with threads(num_threads) as pool:
+    with start_threads(num_threads) as pool:
         for column in columns:
             # Not through the mapping: a read error here is an OSError, there it is a SIGBUS.
             with ExitStack() as stack:
                 column_sums = b""
                 for name in column.file_bytes:
                     path = directory / name
-                    edges = _edges(column.bounds[name], chunk_bytes)
+                    edges = _compute_edges(column.bounds[name], chunk_bytes)
                     try:
                         opened = stack.enter_context(open(open_plain(path), "rb", buffering=0))
                         # Several chunks at once: there may be many that are small.
@@ -175,7 +175,7 @@ def compute_checksums(
                         hash_group = partial(_hash_chunks, opened.fileno(), advance)
                         column_sums += b"".join(pool.map(hash_group, groups))
                     except OSError as error:
-                        raise unreadable(path, error) from error
+                        raise make_unreadable_error(path, error) from error
                 sums[column.field.name] = column_sums
     return sums
 

@@ -40,8 +40,8 @@ from lightning_memmap.store.open_columns import (
     MAX_EMPTY_SIZE,
     ItemRows,
     MappedRows,
+    compute_index,
     map_rows,
-    packed_index,
 )
 from lightning_memmap.store.segments import copy_segments
 
@@ -243,7 +243,7 @@ class RaggedColumn(_Column):
         end = num_bytes = 0
         with closing(OpenFiles(directory)) as files:
             for first, entries in self._entries(files):
-                packed = packed_index(entries[:, 2:])
+                packed = compute_index(entries[:, 2:])
                 packed[:, 0] += end
                 within = (bounds > first) & (bounds <= first + len(entries))
                 edges[within] = packed[bounds[within] - first - 1, 0]

@@ -26,10 +26,10 @@ from lightning_memmap.store.files import (
     SAFE_FLAGS,
     TEMPORARY,
     is_there,
+    make_unreadable_error,
     open_plain,
     read_plain,
     sync_path,
-    unreadable,
 )
 from lightning_memmap.store.manifest import (
     FORMAT,
@@ -69,7 +69,7 @@ def is_store(directory: Path) -> bool:
     return True
 
 
-def stores_within(directory: Path) -> list[str]:
+def list_stores(directory: Path) -> list[str]:
     """Return the sorted names of the stores in a directory."""
     names = sorted(child.name for child in directory.iterdir()) if directory.is_dir() else []
     return [name for name in names if not name.startswith(".") and is_store(directory / name)]
@@ -87,7 +87,7 @@ def check_free(directory: Path, argument: str) -> None:
     ours = (_LOCK, _UNFINISHED_MANIFEST, MANIFEST)
     if all(GENERATION.fullmatch(name) or name in ours for name in names):
         return
-    if names := stores_within(directory):
+    if names := list_stores(directory):
         raise StoreError(
             f"{directory} exists and is not a store, but has stores in it ({', '.join(names)}):"
             f" choose another {argument}"
@@ -105,7 +105,7 @@ def _check_ours(directory: Path, argument: str) -> None:
     try:
         data = read_plain(path, MAX_MANIFEST_BYTES + 1)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise make_unreadable_error(path, error) from error
     if FORMAT.encode() not in data:
         raise StoreError(
             f"{path} is not the manifest of a store, and is not replaced: choose another {argument}"
@@ -276,7 +276,7 @@ def remove_tree(path: Path) -> None:
         raise StoreError(f"{path} cannot be removed: {error}: remove it by hand") from error
 
 
-def unknown_files(directory: Path, manifest: Manifest) -> list[str]:
+def list_unknown_files(directory: Path, manifest: Manifest) -> list[str]:
     """List the files in the directory of a store that belong neither to it nor to a build."""
     names = {name for name in os.listdir(directory) if not GENERATION.fullmatch(name)}
     inside = set(os.listdir(directory / manifest.generation)) - manifest.file_bytes.keys()

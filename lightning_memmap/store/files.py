@@ -30,11 +30,11 @@ def open_plain(path: Path | str, flags: int = os.O_RDONLY, directory: int | None
     except OSError as error:
         # A link, or a socket.
         if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise _not_plain(path) from None
+            raise _make_not_plain_error(path) from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise _not_plain(path)
+        raise _make_not_plain_error(path)
     return descriptor
 
 
@@ -57,15 +57,15 @@ def check_plain(path: Path) -> int:
     """Check that a path leads to a plain file."""
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
-        raise _not_plain(path)
+        raise _make_not_plain_error(path)
     return status.st_size
 
 
-def _not_plain(path: Path | str) -> StoreError:
+def _make_not_plain_error(path: Path | str) -> StoreError:
     return StoreError(f"{path} is a link, or not a plain file: it is never opened")
 
 
-def unreadable(path: Path, error: OSError) -> StoreError:
+def make_unreadable_error(path: Path, error: OSError) -> StoreError:
     """Make the error for a file of a store that the system does not let this process read."""
     return StoreError(
         f"{path} cannot be read: {error.strerror}: see that you have the right to read it and all"

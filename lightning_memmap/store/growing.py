@@ -44,11 +44,11 @@ from lightning_memmap.store.open_columns import ItemRows, Located, MappedRows, R
 from lightning_memmap.store.probes import Probes, read_probes
 from lightning_memmap.store.request import BuildRequest, check_length
 from lightning_memmap.store.samples import RandomDatasetError, ReadAhead
-from lightning_memmap.store.sources.column import as_range
-from lightning_memmap.store.sources.source import is_read_by_item, source_of
+from lightning_memmap.store.sources.column import simplify_rows
+from lightning_memmap.store.sources.source import is_read_by_item, make_source
 from lightning_memmap.store.store import PendingRows, Store, open_directory
-from lightning_memmap.store.workers import IN_HAND, RowNumbers, Workers, calling, give_way
-from lightning_memmap.store.writing import run_writers, writer_of
+from lightning_memmap.store.workers import IN_HAND, RowNumbers, Workers, give_way, make_task_runner
+from lightning_memmap.store.writing import make_writer, run_writers
 
 _REQUESTED = "requested-"
 _COUNT = f"count{TEMPORARY}"
@@ -252,7 +252,7 @@ class _Build:
             task = np.concatenate(groups[: 1 + int(np.searchsorted(stops, num_rows))])
             task = task[~self._is_taken[task]]
         self._is_taken[task] = True
-        return as_range(task)
+        return simplify_rows(task)
 
     def note(self, rows: RowNumbers, duration_s: float) -> None:
         """Wake the readers, because rows are written, and update the time that a row takes."""
@@ -352,7 +352,8 @@ class BackgroundBuild:
             draft = Manifest.draft(shards.num_rows, shards.num_shards, _ANY_SCHEMA)
             planned[name] = Store(request.directory.path, draft, ())
         probers = {
-            name: calling(read_probes, request.declared) for name, request in requests.items()
+            name: make_task_runner(read_probes, request.declared)
+            for name, request in requests.items()
         }
         identities = dict[str, Fingerprint]()
         probes = dict[str, Probes]()
@@ -379,7 +380,7 @@ class BackgroundBuild:
             row_bytes = probes[name].typical_bytes
             building = Building.begin(path, draft, resume=True, row_bytes=row_bytes)
             self._locks[name].enter_context(building)
-            group_of = source_of(request.dataset, draft.schema).row_groups()
+            group_of = make_source(request.dataset, draft.schema).row_groups()
             build = self._builds[name] = _Build(building, probes[name], group_of)
             if name in first:
                 build.begin(first[name], read_ahead.get(name, []))
@@ -399,14 +400,14 @@ class BackgroundBuild:
             count = workers.num_workers
             rows_of_workers[name] = [step_rows[index::count] for index in range(count)]
             for index, worker_rows in enumerate(rows_of_workers[name]):
-                keep = partial(_ByName, {name: calling(ReadAhead.keep)})
+                keep = partial(_ByName, {name: make_task_runner(ReadAhead.keep)})
                 workers.tell(index, keep, (name, worker_rows))
         return rows_of_workers
 
     def _read(self) -> None:
         """Read and write all rows that are missing, and commit each store."""
         writers = {
-            name: writer_of(build.building, build.probes.row_bytes)
+            name: make_writer(build.building, build.probes.row_bytes)
             for name, build in self._builds.items()
         }
 

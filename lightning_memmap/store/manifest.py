@@ -26,11 +26,11 @@ from lightning_memmap.schema.structure import Node
 from lightning_memmap.store.checksums import (
     CHECKSUM_BYTES,
     ColumnChunks,
-    chunk_bytes_for,
+    choose_chunk_bytes,
     num_chunks,
 )
 from lightning_memmap.store.columns import FixedColumn, RaggedColumn, ShardItems, shard_items
-from lightning_memmap.store.files import TEMPORARY, read_plain, unreadable
+from lightning_memmap.store.files import TEMPORARY, make_unreadable_error, read_plain
 from lightning_memmap.store.identity import Fingerprint
 
 MANIFEST = "manifest.json"
@@ -103,14 +103,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Whether the number of shards is the default for the number of rows."""
         return self.num_shards == default_shards(self.num_rows)
 
-    def shards_of(self, num_rows: int) -> int:
+    def choose_num_shards(self, num_rows: int) -> int:
         """Return the number of shards for ``num_rows`` rows or windows of the store."""
         return default_shards(num_rows) if self.has_default_shards else self.num_shards
 
     @cached_property
     def chunk_bytes(self) -> int:
         """Bytes of the files that one checksum covers."""
-        return chunk_bytes_for(self.columns)
+        return choose_chunk_bytes(self.columns)
 
     @property
     def num_checksums(self) -> int:
@@ -213,7 +213,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f" `lightning-memmap store build {directory} --dataset ...`"
             ) from None
         except OSError as error:
-            raise unreadable(path, error) from error
+            raise make_unreadable_error(path, error) from error
         return cls.decode(data, str(directory))
 
     @classmethod

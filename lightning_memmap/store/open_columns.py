@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling.rows import Integers, starts_of
 from lightning_memmap.schema.fields import Field, Values, take_rows
-from lightning_memmap.store.files import leaf_bytes, open_plain, unreadable
+from lightning_memmap.store.files import leaf_bytes, make_unreadable_error, open_plain
 from lightning_memmap.store.segments import copy_segments
 
 #: Largest size of a row in one dimension, so that products of sizes can be checked.
@@ -58,7 +58,7 @@ def map_rows(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise make_unreadable_error(path, error) from error
     try:
         num_bytes = os.fstat(file).st_size
         if num_bytes != count * dtype.itemsize:
@@ -95,7 +95,7 @@ class MappedRows:
         return Values(take_rows(self.tensor, self.shards.file_rows(rows)))
 
 
-def packed_index(sizes: Integers) -> Integers:
+def compute_index(sizes: Integers) -> Integers:
     """Compute the index of rows whose items are stored without gaps, from the sizes of the rows."""
     ends = np.cumsum(sizes.prod(axis=1))
     index: Integers = ends[:, None] if sizes.shape[1] == 1 else np.c_[ends, sizes]

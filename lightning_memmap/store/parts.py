@@ -13,8 +13,8 @@ from lightning_memmap.store.build import build_missing
 from lightning_memmap.store.building import (
     NUM_PARTS,
     Building,
+    compute_part_rows,
     read_draft,
-    rows_of_part,
 )
 from lightning_memmap.store.directory import PARTS, StoreDirectory, check_free, is_store
 from lightning_memmap.store.files import is_there
@@ -168,7 +168,7 @@ def _check_parts(path: Path, draft: Manifest, generation: Path, num_parts: int) 
     """Check that all parts are written, and that no process is writing one."""
     problems = []
     for index in range(num_parts):
-        rows = rows_of_part(index, num_parts, draft.num_rows)
+        rows = compute_part_rows(index, num_parts, draft.num_rows)
         if not is_there(generation / journal_name(index)):
             problems += [f"part {index} is missing"] * bool(rows)
             continue

@@ -14,14 +14,14 @@ from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.samples import (
     MAX_PROBES,
+    choose_probe_rows,
     find_schema,
     flatten_row,
     hash_row,
-    probe_rows,
     read_sample,
 )
 from lightning_memmap.store.sources.table_structure import find_columns, infer_structure
-from lightning_memmap.store.workers import Workers, calling
+from lightning_memmap.store.workers import Workers, make_task_runner
 
 
 class Probes(NamedTuple):
@@ -41,7 +41,9 @@ class Probes(NamedTuple):
 def read_probes_in_worker(workers: Workers, num_rows: int, declared: Declared | Schema) -> Probes:
     """Read the probe rows of a dataset in one of its workers; see `read_probes`."""
     results = list[Probes]()
-    workers.run(calling(read_probes, declared), [num_rows], lambda _, read: results.append(read))
+    workers.run(
+        make_task_runner(read_probes, declared), [num_rows], lambda _, read: results.append(read)
+    )
     return results[0]
 
 
@@ -53,7 +55,7 @@ def read_probes(declared: Declared | Schema, dataset: Any, num_rows: int) -> Pro
         dataset: The dataset.
         num_rows: Its number of rows.
     """
-    rows = probe_rows(num_rows)
+    rows = choose_probe_rows(num_rows)
     durations = list[float]()
     samples = list[Any]()
     for row in rows:

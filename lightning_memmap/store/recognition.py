@@ -16,11 +16,11 @@ from lightning_memmap.schema.fields import Values
 from lightning_memmap.schema.held import copy_sample
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.progress import ShowProgress
-from lightning_memmap.store.samples import NUM_PROBES, hash_row, rows_at_once, stack_rows
-from lightning_memmap.store.sources.source import source_of
-from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
+from lightning_memmap.store.samples import NUM_PROBES, choose_block_rows, hash_row, stack_rows
+from lightning_memmap.store.sources.source import make_source
+from lightning_memmap.store.sources.stream import is_read_once, is_stream, iterate_samples
 from lightning_memmap.store.store import Store
-from lightning_memmap.store.workers import Workers, calling
+from lightning_memmap.store.workers import Workers, make_task_runner
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def check_dataset(
     else:
         probes = store.manifest.probes
         with Workers(dataset, min(num_workers, len(probes))) as workers:
-            workers.run(calling(_check_probe, store), probes, lambda *_: None)
+            workers.run(make_task_runner(_check_probe, store), probes, lambda *_: None)
 
 
 def recognise(
@@ -111,33 +111,35 @@ def _check_first_rows(store: Store, stream: Any) -> None:
             f" at {store.path}. Set a fingerprint here and when you build it, pass no dataset to"
             " use the store as it is, or set overwrite=True"
         )
-    _compare_samples(store, islice(samples_of(stream), NUM_PROBES))
+    _compare_samples(store, islice(iterate_samples(stream), NUM_PROBES))
 
 
 def _compare_all(store: Store, dataset: Any, num_workers: int, progress: ShowProgress) -> None:
     if is_stream(dataset):
-        _check_length(store, _compare_samples(store, samples_of(dataset)))
+        _check_length(store, _compare_samples(store, iterate_samples(dataset)))
         return
     rows = range(store.manifest.num_rows)
-    step = rows_at_once(store.manifest.row_bytes)
+    step = choose_block_rows(store.manifest.row_bytes)
     blocks = (rows[first : first + step] for first in range(0, len(rows), step))
     with (
         progress("comparing", len(rows), store.manifest.row_bytes) as advance,
         Workers(dataset, num_workers) as workers,
     ):
-        workers.run(calling(_compare_rows, store), blocks, lambda rows, _: advance(len(rows)))
+        workers.run(
+            make_task_runner(_compare_rows, store), blocks, lambda rows, _: advance(len(rows))
+        )
 
 
 def _compare_rows(store: Store, dataset: Any, rows: range) -> None:
     """Compare rows of a dataset with the stored rows."""
-    _compare(store, rows, partial(source_of(dataset, store.manifest.schema).read, rows))
+    _compare(store, rows, partial(make_source(dataset, store.manifest.schema).read, rows))
 
 
 def _compare_samples(store: Store, samples: Iterable[Any]) -> int:
     """Compare the first samples of a stream with the rows of a store. Returns their number."""
     num_rows = 0
     samples = map(copy_sample, samples)
-    while block := list(islice(samples, rows_at_once(store.manifest.row_bytes))):
+    while block := list(islice(samples, choose_block_rows(store.manifest.row_bytes))):
         rows = range(num_rows, num_rows + len(block))
         if rows.stop > (num_stored := store.manifest.num_rows):
             raise _other_dataset(store, f"the dataset has more rows than the store ({num_stored})")
@@ -159,7 +161,7 @@ def _compare(store: Store, rows: range, read: Callable[[], list[Values]]) -> Non
 def _check_probe(store: Store, dataset: Any, probe: tuple[int, str]) -> int:
     """Compare the hash of a row with the hash in the manifest. No stored row is read."""
     row, expected = probe
-    read = partial(source_of(dataset, store.manifest.schema).read, range(row, row + 1))
+    read = partial(make_source(dataset, store.manifest.schema).read, range(row, row + 1))
     if hash_row([next(values.rows()) for values in _as_stored(store, read)]) != expected:
         raise _other_row(store, row)
     return 1

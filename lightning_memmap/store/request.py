@@ -84,18 +84,18 @@ class BuildRequest:
             probes.schema,
             probes=probes.digests,
             fingerprint=identity,
-            classes=class_names_of(self.dataset),
-            source={"dataset": class_name_of(self.dataset), **more},
+            classes=find_class_names(self.dataset),
+            source={"dataset": get_class_name(self.dataset), **more},
         )
 
 
-def class_name_of(dataset: Any) -> str:
+def get_class_name(dataset: Any) -> str:
     """Return the qualified class name of a dataset."""
     kind = type(dataset)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def class_names_of(dataset: Any) -> tuple[str, ...]:
+def find_class_names(dataset: Any) -> tuple[str, ...]:
     """Return the names of a dataset's classes, by label."""
     while type(dataset) is Subset:
         dataset = dataset.dataset

@@ -20,7 +20,7 @@ from lightning_memmap.schema.forms import Declared
 from lightning_memmap.schema.held import SharedMemoryCheck, copy_sample
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.files import leaf_bytes
-from lightning_memmap.store.workers import RowNumbers, Workers, calling
+from lightning_memmap.store.workers import RowNumbers, Workers, make_task_runner
 
 NUM_PROBES = 8
 #: Limits of the samples that are held as Python objects before they are stacked.
@@ -133,7 +133,7 @@ def _merge_kept(rows: list[int], kept: dict[int, Any], read: Sequence[Any]) -> S
     return [kept[row] if row in kept else next(read_samples) for row in rows]
 
 
-def rows_at_once(row_bytes: int) -> int:
+def choose_block_rows(row_bytes: int) -> int:
     """Return the number of samples to hold before they are stacked."""
     return max(1, min(_MAX_HELD_ROWS, _HELD_BYTES // max(1, row_bytes)))
 
@@ -144,7 +144,9 @@ def read_first_sample(dataset: Any, num_workers: int) -> Any:
         pickled = list[bytes]()
         with suppress(Exception):  # The class of the sample may not be picklable.
             with Workers(dataset, 1) as workers:
-                workers.run(calling(_pickle_sample), [0], lambda _, data: pickled.append(data))
+                workers.run(
+                    make_task_runner(_pickle_sample), [0], lambda _, data: pickled.append(data)
+                )
             return pickle.loads(pickled[0])
     return read_sample(dataset, 0)
 
@@ -289,7 +291,7 @@ def find_schema(
     return schema
 
 
-def probe_rows(num_rows: int) -> list[int]:
+def choose_probe_rows(num_rows: int) -> list[int]:
     """Return the probe rows of a dataset: evenly spaced, from the first row to the last."""
     return sorted(set(np.linspace(0, num_rows - 1, NUM_PROBES).astype(np.int64).tolist()))
 

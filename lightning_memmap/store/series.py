@@ -54,7 +54,7 @@ def windowed(store: Store, rows: Rows, windows: Windows | None) -> Rows:
 
 def read_series(store: Store, fields: tuple[str, ...], rows: Rows) -> Series:
     """Find the series that rows of a store are, and check that all fields agree. Reads no step."""
-    file_rows = store.in_memory(series_file_rows(rows))
+    file_rows = store.in_memory(find_series_rows(rows))
     store = store.completed()
     store.download(fields=fields)
     all_series = [_series(store.column(name), file_rows) for name in fields]
@@ -72,7 +72,7 @@ def read_series(store: Store, fields: tuple[str, ...], rows: Rows) -> Series:
     return series
 
 
-def series_file_rows(rows: Rows) -> Integers:
+def find_series_rows(rows: Rows) -> Integers:
     """Return the file rows of all rows, in storage order, int64 of shape (rows,)."""
     index = np.arange(rows.num_rows, dtype=np.int64)
     return index if rows.is_file_order else rows.file_rows(rows.numbers_at(index))
@@ -87,7 +87,7 @@ def _series(column: OpenColumn, file_rows: Integers) -> Series:
     return Series(file_rows * num_steps, np.full_like(file_rows, num_steps))
 
 
-def steps_of(column: OpenColumn) -> Tensor:
+def view_steps(column: OpenColumn) -> Tensor:
     """Return the steps of all rows of a column, concatenated, as a view."""
     if isinstance(column, ItemRows):
         return column.items
@@ -125,12 +125,12 @@ class _WindowFields:
         return self._windows.store_rows(np.arange(self.num_rows, dtype=np.int64))
 
 
-def fields_of(store: Store, rows: Rows) -> Fields:
+def make_fields(store: Store, rows: Rows) -> Fields:
     """Return the fields that a sampler may read: a window has the values of its series."""
     return _WindowFields(store, rows) if isinstance(rows, WindowedRows) else store
 
 
-def windows_over(steps: Tensor, length: int) -> Tensor:
+def view_windows(steps: Tensor, length: int) -> Tensor:
     """Return all windows over steps, as a view of shape (windows, length, *step shape)."""
     stride = steps.stride()
     shape = (max(0, len(steps) - length + 1), length, *steps.shape[1:])

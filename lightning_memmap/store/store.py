@@ -123,7 +123,7 @@ class Store:
         #: One column per field. Rows that haven't arrived read as undefined values: use `read`, or
         #: `completed` and `download`.
         self.mapped_columns = list(columns)
-        self._build: Callable[[Sequence[Any]], Any] = self.schema.builder(is_row=True)
+        self._build: Callable[[Sequence[Any]], Any] = self.schema.make_builder(is_row=True)
 
     @property
     def location(self) -> str:

@@ -203,7 +203,7 @@ def _end_all(processes: list[_Process], patience_s: float = 0.0) -> None:
         worker.connection.close()
 
 
-def calling(
+def make_task_runner(
     work: Callable[..., Outcome], *arguments: Any
 ) -> Callable[[Any], Callable[[Any], Outcome]]:
     """Return a ``make`` for `Workers.run` that calls ``work(*arguments, dataset, task)``."""
@@ -252,7 +252,7 @@ class RowRanges:
         return max(1, min(self._max_rows, int(count)))
 
 
-def threads(count: int) -> ThreadPoolExecutor:
+def start_threads(count: int) -> ThreadPoolExecutor:
     """Return a pool whose threads run. Without memory for one, Python would wait forever."""
     pool = ThreadPoolExecutor(count)
     started = Barrier(count)
@@ -315,12 +315,12 @@ def _serve(parent: Connection, theirs: Connection, dataset: Any) -> None:
                 with _our_errors():
                     outcome = work_of(make)(task)
             except BaseException as error:
-                outcome = _sendable(error)
+                outcome = _make_sendable(error)
             if is_answered:
                 parent.send(outcome)
 
 
-def _sendable(error: BaseException) -> Any:
+def _make_sendable(error: BaseException) -> Any:
     """Convert an error to one that can be sent. A large one might block both ends of the pipe."""
     with suppress(Exception):
         with_traceback = ExceptionWithTraceback(error, error.__traceback__)

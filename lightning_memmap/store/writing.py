@@ -29,9 +29,9 @@ from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.probes import Probes
 from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.samples import hash_row, random_dataset_error
-from lightning_memmap.store.sources.source import Source, concatenate_sources, source_of
+from lightning_memmap.store.sources.source import Source, concatenate_sources, make_source
 from lightning_memmap.store.store import Store, open_directory
-from lightning_memmap.store.workers import RowNumbers, RowRanges, Workers, threads
+from lightning_memmap.store.workers import RowNumbers, RowRanges, Workers, start_threads
 
 #: Bytes of a slice. It is long, so that each of many shards receives a long run at once.
 _SLICE_BYTES = 128 * 2**20
@@ -69,7 +69,7 @@ def write_missing(building: Building, workers: Workers, probes: Probes, show: Sh
     missing = building.missing()
     num_rows = len(building.journal.rows)
     num_done = num_rows - sum(map(len, missing))
-    make = writer_of(building, probes.row_bytes)
+    make = make_writer(building, probes.row_bytes)
     with (
         show("storing", num_rows, probes.row_bytes, num_done) as advance,
         closing(make(workers.dataset)) as writer,
@@ -123,7 +123,7 @@ def run_writers(
             last_sync = monotonic()
             syncing = thread.submit(sync)
 
-    with threads(1) as thread:
+    with start_threads(1) as thread:
         try:
             workers.run(make, tasks, receive_and_sync)
             syncing.result()
@@ -133,7 +133,7 @@ def run_writers(
             raise
 
 
-def writer_of(building: Building, row_bytes: int) -> Callable[[Any], "RangeWriter"]:
+def make_writer(building: Building, row_bytes: int) -> Callable[[Any], "RangeWriter"]:
     """Makes a writer of the rows of a dataset."""
     assert building.journal is not None
     return partial(RangeWriter, building.draft, building.path, building.journal.name, row_bytes)
@@ -150,7 +150,7 @@ class RangeWriter:
 
         self._draft = draft
         schema = draft.schema
-        self.source = _source_of(dataset, schema, row_bytes)
+        self.source = _make_source(dataset, schema, row_bytes)
         self._block_rows = min(_MAX_BLOCK_ROWS, rows_of(_BLOCK_BYTES))
         #: The most rows of a range.
         self.max_rows = _MAX_BLOCKS * self._block_rows
@@ -158,7 +158,7 @@ class RangeWriter:
             self.max_rows = self._block_rows = rows_of(_SLICE_BYTES)
             if any(field.num_variable for field in schema.fields):
                 self.max_rows = min(_MAX_PACKED_ROWS, self.max_rows)
-        self._thread = threads(1)
+        self._thread = start_threads(1)
         self._writer = RowWriter(generation, draft.columns, journal)
         self._writing: Future[None] = Future()
         self._writing.set_result(None)
@@ -197,13 +197,15 @@ class RangeWriter:
         self._writer.close()
 
 
-def _source_of(dataset: Any, schema: Schema, row_bytes: int) -> Source:
+def _make_source(dataset: Any, schema: Schema, row_bytes: int) -> Source:
     if isinstance(dataset, Appended):
         sizes = [len(dataset.store), len(dataset.dataset)]
-        return concatenate_sources([_source_of(part, schema, row_bytes) for part in dataset], sizes)
+        return concatenate_sources(
+            [_make_source(part, schema, row_bytes) for part in dataset], sizes
+        )
     if isinstance(dataset, Store) and dataset.schema == schema:
         return Source(partial(_read_store, dataset))
-    return source_of(dataset, schema, row_bytes)
+    return make_source(dataset, schema, row_bytes)
 
 
 def _read_store(store: Store, rows: RowNumbers) -> list[Values]:

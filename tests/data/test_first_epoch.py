@@ -32,7 +32,7 @@ from lightning_memmap.store import (
 )
 from lightning_memmap.store.directory import KEY, StoreDirectory
 from lightning_memmap.store.growing import Serving
-from lightning_memmap.store.samples import RandomDatasetError, probe_rows
+from lightning_memmap.store.samples import RandomDatasetError, choose_probe_rows
 from lightning_memmap.store.sources.parquet import RowGroups
 from tests.support.command_line import CommandLine
 from tests.support.datasets import Logged, Replaced, Slow
@@ -212,7 +212,7 @@ def test_rows_are_read_in_the_order_of_need_some_steps_ahead(
     assert first == FIRST_STEPS * size
     assert max(later) == 5 * size
     read = [*map(int, (tmp_path / "while_training" / "rows.rows").read_text().split())]
-    read = read[len(probe_rows(ROWS)) :]
+    read = read[len(choose_probe_rows(ROWS)) :]
     seen = [row for batch in module.seen["train"] for row in batch]
     # Nothing else is read before training asks first.
     assert read[: 5 * size] == seen[: 5 * size]
@@ -233,7 +233,7 @@ def test_rows_of_several_sets_are_read_in_the_order_of_need(tmp_path: Path) -> N
     set_up(data, "fit")
     needed = np.array(rows_in(data.train_dataloader())[:60])
     data.teardown()
-    read = np.loadtxt(tmp_path / "rows", int)[2 * len(probe_rows(ROWS)) :][:60]
+    read = np.loadtxt(tmp_path / "rows", int)[2 * len(choose_probe_rows(ROWS)) :][:60]
     # A few of one set are read at once, and not all that are wanted of it.
     assert abs(int((read >= 231).sum()) - int((needed >= 231).sum())) < 10
 
@@ -269,7 +269,7 @@ def test_each_row_group_of_a_parquet_file_is_read_once(
             seen.append(rows_in(data.train_dataloader()))
             data.teardown()
     assert seen[0] == seen[1]
-    probed = {f"{numbers[row] // 20}" for row in probe_rows(600)}
+    probed = {f"{numbers[row] // 20}" for row in choose_probe_rows(600)}
     found = Counter(log.read_text().splitlines())
     assert {count for each, count in found.items() if each.split()[0] not in probed} == {1}
     assert len(found) == 60
@@ -287,7 +287,7 @@ class Together(Points):
         while row == 0 and not self.path.exists():
             assert monotonic() < deadline, "no other process reads meanwhile"
             sleep(0.002)
-        if row not in probe_rows(len(self)):
+        if row not in choose_probe_rows(len(self)):
             self.path.touch()
         return super().__getitem__(row)
 
@@ -309,7 +309,7 @@ def test_rows_of_the_first_steps_are_read_before_it_is_known_how_they_are_stored
     assert len(rows_in(data.train_dataloader())) == ROWS
     data.teardown()
     read = Counter(map(int, (tmp_path / "rows").read_text().split()))
-    assert {read[row] for row in read.keys() - {*probe_rows(ROWS)}} == {1}
+    assert {read[row] for row in read.keys() - {*choose_probe_rows(ROWS)}} == {1}
 
 
 class Many(Logged):
@@ -338,7 +338,7 @@ def test_rows_that_are_read_together_are_those_of_a_finished_store(
     assert torch.equal(*seen)
     if kind != "slices":
         read = Counter(map(int, log.read_text().split()))
-        assert {read[row] for row in read.keys() - {*probe_rows(ROWS)}} == {1}
+        assert {read[row] for row in read.keys() - {*choose_probe_rows(ROWS)}} == {1}
 
 
 def test_second_run_trains_from_what_the_first_one_builds(tmp_path: Path) -> None:
@@ -365,7 +365,7 @@ def test_second_run_trains_from_what_the_first_one_builds(tmp_path: Path) -> Non
     assert rows_in(second.train_dataloader()) == seen
     second.teardown()
     read = Counter(map(int, (tmp_path / "rows").read_text().split()))
-    assert {read[row] for row in read.keys() - {*probe_rows(ROWS)}} == {1}
+    assert {read[row] for row in read.keys() - {*choose_probe_rows(ROWS)}} == {1}
 
 
 def test_mixture_of_which_one_set_is_stored_already(tmp_path: Path) -> None:
@@ -421,7 +421,7 @@ def test_run_that_is_interrupted_in_the_first_epoch_goes_on_bit_for_bit(
     assert torch.equal(run("while_training", ckpt_path=saved), whole)
     assert verify_store(tmp_path / "while_training" / "train") == []
     read = Counter(map(int, (tmp_path / "while_training.rows").read_text().split()))
-    assert {read[row] for row in read.keys() - {*probe_rows(ROWS)}} == {1}
+    assert {read[row] for row in read.keys() - {*choose_probe_rows(ROWS)}} == {1}
 
 
 def test_store_that_cannot_be_finished_ends_training_at_the_next_epoch(
@@ -550,7 +550,7 @@ class Failing(Points):
     """Raises at a row that is not read before all others."""
 
     def __getitem__(self, row: int) -> Any:
-        if row == min({*range(len(self))} - {*probe_rows(len(self))}):
+        if row == min({*range(len(self))} - {*choose_probe_rows(len(self))}):
             raise OSError("gone")
         return super().__getitem__(row)
 

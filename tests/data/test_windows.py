@@ -46,7 +46,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     )
 
 
-def steps_of(loader: SuperBatchLoader, epoch: int = 0) -> list[list[tuple[int, int]]]:
+def view_steps(loader: SuperBatchLoader, epoch: int = 0) -> list[list[tuple[int, int]]]:
     loader.set_epoch(epoch)
     return [windows_in(batch.to("cpu"), LENGTH) for batch in loader]
 
@@ -116,7 +116,7 @@ def test_each_window_is_in_one_shard_and_found_again(
 @pytest.mark.parametrize("residency", ["mmap", "host"])
 def test_store_that_devices_do_not_divide_is_striped_anew(store: Store, residency: str) -> None:
     loader = make_window_loader(store, WINDOWS, 5, 4, residency=residency)
-    assert sorted(joined(steps_of(loader))) == EXPECTED
+    assert sorted(joined(view_steps(loader))) == EXPECTED
 
 
 def test_memory_holds_each_step_once(store: Store) -> None:
@@ -161,7 +161,7 @@ def test_rows_of_one_shape_are_cut_too(tmp_path: Path, residency: str) -> None:
     for stride in (1, 5, 9):
         windows = Windows(["value", "time"], LENGTH, stride)
         loader = make_window_loader(store, windows, 2, 6, residency=residency)
-        assert sorted(joined(steps_of(loader))) == all_windows(lengths, LENGTH, stride)
+        assert sorted(joined(view_steps(loader))) == all_windows(lengths, LENGTH, stride)
 
 
 # Token streams

@@ -133,7 +133,7 @@ def test_sampler_of_a_test_is_saved_and_resumed(numbered_store: Any) -> None:
             DataTopology((CPU,) * 2),
             order,
             3,
-            collate=store.schema.builder(),
+            collate=store.schema.make_builder(),
             transform=lambda batch: batch,
         )
 

@@ -372,7 +372,7 @@ class TestStructure:
 
 def load_pairs(dataset: Pairs, path: Path, num_devices: int, transform: Any) -> list[Any]:
     store = build_store(dataset, path / "store", num_shards=4, progress=False)
-    split, collate = make_split(store, num_devices), store.schema.builder(dataset[0])
+    split, collate = make_split(store, num_devices), store.schema.make_builder(dataset[0])
     loader = SuperBatchLoader(
         split,
         cpus(num_devices),

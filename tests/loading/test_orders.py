@@ -64,7 +64,7 @@ def make(stores: dict[str, Store], name: str, num_devices: int = 1, **options: A
     return make_window_loader(store, windows, num_devices, size, **given)
 
 
-def steps_of(loader: SuperBatchLoader, epoch: int) -> list[list[Any]]:
+def view_steps(loader: SuperBatchLoader, epoch: int) -> list[list[Any]]:
     loader.set_epoch(epoch)
     batches = (step.to("cpu") for step in loader)
     return [windows_in(batch, 8) if "value" in batch else rows_of(batch) for batch in batches]
@@ -80,13 +80,13 @@ def test_rows_are_the_same_on_any_number_of_devices_and_processes_wherever_they_
         options["subset"] = StridedRows(1, 3, excluded=True)
     alone = make(stores, name, **options)
     for epoch in EPOCHS:
-        expected = steps_of(alone, epoch)
+        expected = view_steps(alone, epoch)
         for residency in ("mmap", "host", "stream") if window is not None else ("mmap", "host"):
             for num_devices in (1, 3):
                 loader = make(stores, name, num_devices, residency=residency, **options)
-                assert steps_of(loader, epoch) == expected
+                assert view_steps(loader, epoch) == expected
             ranks = [
-                steps_of(
+                view_steps(
                     make(stores, name, 2, rank=r, size=2, residency=residency, **options), epoch
                 )
                 for r in range(2)
@@ -95,9 +95,9 @@ def test_rows_are_the_same_on_any_number_of_devices_and_processes_wherever_they_
                 assert sorted(chain(*parts)) == sorted(step)
                 assert step[::2] in parts
         # Blocks change when rows come, and not which.
-        whole = steps_of(make(stores, name, **{**options, "window": None}), epoch)
+        whole = view_steps(make(stores, name, **{**options, "window": None}), epoch)
         assert Counter(chain(*expected)) == Counter(chain(*whole))
-    assert steps_of(alone, 0) != steps_of(alone, 1)
+    assert view_steps(alone, 0) != view_steps(alone, 1)
 
 
 @pytest.mark.parametrize("residency", ["mmap", "stream"])
@@ -107,14 +107,14 @@ def test_epoch_is_resumed_after_any_step_on_another_number_of_devices(
 ) -> None:
     options: dict[str, Any] = {"window": 3, "residency": residency}
     saved = make(stores, name, 3, **options)
-    whole = steps_of(saved, 1)
+    whole = view_steps(saved, 1)
     saved.set_epoch(1)
     states = [saved.state_dict() for _ in saved]
     for count in (1, len(whole) // 2, len(whole) - 1):
         for num_devices in (3, 4):
             loader = make(stores, name, num_devices, **options)
             loader.load_state_dict(states[count - 1])
-            assert steps_of(loader, 1) == whole[count:]
+            assert view_steps(loader, 1) == whole[count:]
 
 
 @pytest.mark.parametrize(
@@ -179,4 +179,4 @@ def test_tables_of_an_order_are_used_by_one_thread_at_a_time(
         return get(tables, kind, epoch, alone)
 
     monkeypatch.setattr(Tables, "get", checked)
-    assert steps_of(make(stores, name, 3, window=window), 1)
+    assert view_steps(make(stores, name, 3, window=window), 1)

@@ -29,7 +29,7 @@ def seven_rows(path: Path, num_shards: int) -> Store:
     return build_store(rows, path / "s", num_shards=num_shards, progress=False)
 
 
-def columns_of(store: Store) -> list[Any]:
+def split_columns(store: Store) -> list[Any]:
     return [*zip(store.schema.fields, store.mapped_columns, strict=True)]
 
 
@@ -40,7 +40,7 @@ def test_memory_of_a_device_holds_its_shards(tmp_path: Path) -> None:
     mapped = SlotMap.in_store(store, pool)
     assert store.tensors[0].tolist() == [0, 3, 6, 1, 4, 2, 5]
     assert mapped.locate(order, 0, range(7)).tolist() == [0, 3, 5, 1, 4, 6, 2]
-    memory = copy_rows(columns_of(store), mapped, [0, 2], CPU)
+    memory = copy_rows(split_columns(store), mapped, [0, 2], CPU)
     (rows,) = memory.take(torch.arange(5))
     assert rows.tolist() == [0, 3, 6, 2, 5]
     slots = memory.locate(order, 0, range(7))
@@ -76,7 +76,7 @@ def test_block_is_read_into_one_buffer(tmp_path: Path) -> None:
     order = SequentialSampler(pool, shuffle_block=2)
     blocks = Blocks(order)
     stream = Stream(
-        columns_of(store), [None], SlotMap.in_store(store, pool), 7, held=[0, 2], blocks=blocks
+        split_columns(store), [None], SlotMap.in_store(store, pool), 7, held=[0, 2], blocks=blocks
     )
     starts, stops = runs_of(stream.locate_block(blocks, 0, 0))
     assert list(zip(starts.tolist(), stops.tolist(), strict=True)) == [(0, 2), (5, 7)]
@@ -91,7 +91,7 @@ def test_sources_are_requested_rows_by_receiver(tmp_path: Path) -> None:
     pool = Pool.of(StoreRows(Shards(7, 4)), 4)
     mapped = SlotMap.in_store(store, pool)
     sources = tuple(
-        copy_rows(columns_of(store), mapped, shards, CPU) for shards in ([0, 1], [2, 3])
+        copy_rows(split_columns(store), mapped, shards, CPU) for shards in ([0, 1], [2, 3])
     )
     fields = store.schema.fields
     rows = SplitRows(pool, sources, np.array([0, 0, 1, 1]), fields)

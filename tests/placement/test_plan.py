@@ -25,9 +25,9 @@ from lightning_memmap.placement.topology import (
     DataTopology,
     check_device,
     check_memory_fraction,
-    device_budgets,
-    free_bytes,
-    local_processes,
+    compute_budgets,
+    count_local_processes,
+    measure_free_bytes,
 )
 from lightning_memmap.sampling.rows import Shards, shard_rows
 from lightning_memmap.sampling.schedule import Blocks
@@ -263,8 +263,8 @@ class TestBudgets:
     ) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(topology, "available_bytes", lambda: free)
-            budget = device_budgets((CPU, CPU), fraction, processes)[CPU]
-            alone = device_budgets((), fraction)[CPU]
+            budget = compute_budgets((CPU, CPU), fraction, processes)[CPU]
+            alone = compute_budgets((), fraction)[CPU]
         assert budget * processes <= alone <= free * fraction
         assert budget * processes > alone - processes
 
@@ -278,20 +278,20 @@ class TestBudgets:
             memory_allocated=lambda device: 300,
         )
         monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-        assert free_bytes(torch.device("xpu", 1)) == 1200
+        assert measure_free_bytes(torch.device("xpu", 1)) == 1200
         with pytest.raises(ValueError, match=r"xpu:2 .*cpu, xpu:0, xpu:1"):
-            free_bytes(torch.device("xpu", 2))
+            measure_free_bytes(torch.device("xpu", 2))
 
     @pytest.mark.parametrize(("member", "sharing"), [(0, 3), (1, 2), (2, 3), (4, 3)])
     def test_members_on_one_device_share_its_memory(
         self, monkeypatch: pytest.MonkeyPatch, member: int, sharing: int
     ) -> None:
         monkeypatch.setenv("LIGHTNING_MEMMAP_MEMBER", str(member))
-        monkeypatch.setattr(topology, "free_bytes", lambda device: 6000)
+        monkeypatch.setattr(topology, "measure_free_bytes", lambda device: 6000)
         strategy = IndependentStrategy(num_members=5)
         strategy.parallel_devices = GPUS[:2]
-        found = topology.topology_of(strategy)
-        budgets = device_budgets(
+        found = topology.find_topology(strategy)
+        budgets = compute_budgets(
             found.data_devices, 0.5, found.num_local_processes, found.processes_per_device
         )
         assert budgets == {GPUS[member % 2]: 3000 // sharing, CPU: 3000 // 5}
@@ -303,7 +303,7 @@ class TestBudgets:
             (SuperBatchDDPStrategy(2, parallel_devices=[CPU] * 6), 3),
             (IndependentStrategy(num_members=5), 5),
         ):
-            assert local_processes(strategy) == expected
+            assert count_local_processes(strategy) == expected
 
 
 class TestDevices:

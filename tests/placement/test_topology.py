@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_only
 
-from lightning_memmap.placement.topology import DataTopology, topology_of
+from lightning_memmap.placement.topology import DataTopology, find_topology
 from lightning_memmap.sampling.schedule import BatchSchedule
 from lightning_memmap.store import Store
 from tests.support.rows import epoch_rows, joined, make_loader, order_rows
@@ -87,7 +87,7 @@ def test_ranks_of_two_nodes_have_the_global_batches_of_one_process(
             )
             strategy.num_nodes = NUM_NODES
             strategy.set_world_ranks()
-            topology = topology_of(strategy)
+            topology = find_topology(strategy)
             loaders.append(
                 make_loader(store, 1, 4, rank=topology.rank, size=topology.size, shuffle=True)
             )

@@ -112,10 +112,10 @@ def test_builder_any_nesting_equals_default_collate(kind: str) -> None:
     schema = Schema.infer([samples[0]])
     assert names_of(schema) == names
     leaves, expected = stacked(schema, samples), default_collate(list(map(as_dict, samples)))
-    assert_same(schema.builder(samples[0])(leaves), expected)
+    assert_same(schema.make_builder(samples[0])(leaves), expected)
     # Without a sample, from a manifest, classes are made that look alike.
     again = read_schema(json.loads(json.dumps(to_json(schema))))
-    batch = again.builder()(leaves)
+    batch = again.make_builder()(leaves)
     if kind == "namedtuple":
         assert (type(batch).__name__, batch._fields) == ("Pair", ("image", "label"))
         batch, expected = list(batch), list(expected)
@@ -136,7 +136,7 @@ def test_builder_any_nesting_equals_default_collate(kind: str) -> None:
 def test_builder_many_numbers_are_one_tensor(make: MakeSample) -> None:
     samples = [{"x": make(i)} for i in range(5)]
     schema = Schema.infer([samples[0]])
-    batch = schema.builder(samples[0])(stacked(schema, samples))
+    batch = schema.make_builder(samples[0])(stacked(schema, samples))
     expected = torch.stack(default_collate([list(sample["x"]) for sample in samples]), 1)
     assert_same(batch, {"x": expected})
 
@@ -145,7 +145,7 @@ def test_builder_dataclass_keeps_its_class_or_looks_alike() -> None:
     samples = [Checked(0.5), Checked(1.5)]  # Their own check does not hold for a batch.
     schema = Schema.infer(samples)
     for sample in (samples[0], None):
-        batch = schema.builder(sample)(stacked(schema, samples))
+        batch = schema.make_builder(sample)(stacked(schema, samples))
         assert (type(batch) is Checked) == (sample is not None)
         assert type(batch).__name__ == "Checked"
         assert [field.name for field in dataclasses.fields(batch)] == ["score"]
@@ -154,7 +154,7 @@ def test_builder_dataclass_keeps_its_class_or_looks_alike() -> None:
 
 def test_builder_sample_of_another_kind_gives_look_alike() -> None:
     schema = Schema.infer([Pair(1, 2)])
-    batch = schema.builder({"image": 1, "label": 2})([torch.ones(3), torch.zeros(3)])
+    batch = schema.make_builder({"image": 1, "label": 2})([torch.ones(3), torch.zeros(3)])
     assert type(batch).__name__ == "Pair"
     assert batch._fields == ("image", "label")
 
@@ -455,7 +455,7 @@ def test_json_any_schema_comes_back_equal(sample: Any) -> None:
 def test_builder_any_sample_gives_back_the_leaves_in_their_places(sample: Any) -> None:
     schema = Schema.infer([sample])
     leaves = [torch.full(field.shape or (1,), index) for index, field in enumerate(schema.fields)]
-    for built in (schema.builder(sample)(leaves), schema.builder()(leaves)):
+    for built in (schema.make_builder(sample)(leaves), schema.make_builder()(leaves)):
         again = Schema.infer([built])
         assert names_of(again) == names_of(schema)
         for found, expected in zip(again.flatten(built), leaves, strict=True):
@@ -628,7 +628,7 @@ def test_json_hostile_class_name_is_text_alone(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     name = f'__import__("pathlib").Path({str(mark)!r}).touch()'
     schema = read_schema(with_container("dataclass", ["a"], name))
-    built = schema.builder()([torch.ones(1)])
+    built = schema.make_builder()([torch.ones(1)])
     assert type(built).__name__ == name
     assert repr(built).startswith(name)
     assert not mark.exists()
@@ -657,7 +657,7 @@ def test_json_any_value_replaced_is_refused_or_a_sound_schema(
         return
     assert read_schema(to_json(schema)) == schema
     leaves = [torch.tensor([index]) for index in range(len(schema.fields))]
-    assert names_of(Schema.infer([schema.builder()(leaves)])) == names_of(schema)
+    assert names_of(Schema.infer([schema.make_builder()(leaves)])) == names_of(schema)
 
 
 # Names in messages

@@ -76,7 +76,7 @@ def test_any_nested_samples_come_back_as_each_alone_does(data: st.DataObject) ->
     except SchemaError:  # As where some lists are None and others have None in them.
         reject()
     assume(not schema.unknown)
-    build = schema.builder(is_row=True)
+    build = schema.make_builder(is_row=True)
     stacked = zip(*(values.rows() for values in schema.stack(samples)), strict=True)
     for sample, row in zip(samples, stacked, strict=True):
         for one, alone in zip(row, schema.flatten(sample), strict=True):

@@ -21,7 +21,7 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError, SchemaError, StoreError, StoreNotFoundError
 from lightning_memmap.schema.fields import DTYPES
 from lightning_memmap.store import build_store, open_store, verify_store, writing
-from lightning_memmap.store.samples import probe_rows
+from lightning_memmap.store.samples import choose_probe_rows
 from tests.support.datasets import Counting, Numbered, Replaced, Wrapped, holds, in_dataset_order
 from tests.support.store.layout import is_empty, names_in
 
@@ -352,7 +352,7 @@ class Repeated:
         return self._num_rows
 
     def __getitem__(self, row: int) -> Any:
-        assert row in probe_rows(self._num_rows)
+        assert row in choose_probe_rows(self._num_rows)
         return self._sample
 
 

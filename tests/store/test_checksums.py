@@ -114,7 +114,7 @@ def test_larger_store_has_larger_chunks_and_a_manifest_that_can_be_read() -> Non
     (field,) = schema.fields
     for num_rows, factor in ((10**6, 1), (2**22, 2), (2**26, 32)):
         column = FixedColumn(field, Shards(num_rows, 192))
-        assert module.chunk_bytes_for([column]) == factor * CHUNK_BYTES
+        assert module.choose_chunk_bytes([column]) == factor * CHUNK_BYTES
         assert num_chunks(column, factor * CHUNK_BYTES) <= MAX_CHECKSUMS
         draft = Manifest.draft(num_rows, 192, schema)
         manifest = Manifest.decode(draft.encode(), "here")

@@ -17,7 +17,7 @@ from lightning_memmap.store import build_store, open_store, verify_store
 from lightning_memmap.store import directory as directory_module
 from lightning_memmap.store import workers as workers_module
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.samples import probe_rows
+from lightning_memmap.store.samples import choose_probe_rows
 from lightning_memmap.store.workers import Workers
 from tests.support.datasets import Logged, Numbered, holds
 from tests.support.store.build_server import BuildServer, Deadly, Gated, build_and_check, killed
@@ -168,7 +168,7 @@ def test_build_resumed_after_a_kill_reads_only_what_is_missing(
     options = {"range_rows": RANGE_ROWS, "num_workers": num_workers}
     assert server.run(build_and_check, new, directory / "s", **options) == 0
     read = rows_in(log)
-    probes = set(probe_rows(NUM_ROWS))
+    probes = set(choose_probe_rows(NUM_ROWS))
     assert {row for row in read if row < done} <= probes
     assert sorted(set(read) | probes) == sorted(probes | set(range(done, NUM_ROWS)))
     missing = [row for row in read if row >= done and row not in probes]

@@ -16,7 +16,7 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.schema.forms import Declared, read_declared
 from lightning_memmap.store import Store, build_part, build_store, finish_store, open_store
-from lightning_memmap.store.building import unfinished_build
+from lightning_memmap.store.building import describe_unfinished_build
 from lightning_memmap.store.directory import KEY, StoreDirectory, is_store
 from lightning_memmap.store.growing import BackgroundBuild, GrowingStore, open_growing
 from lightning_memmap.store.joined import JoinedStore
@@ -81,7 +81,7 @@ def test_store_whose_builder_was_killed_after_the_commit_is_whole(
                 sleep(0.001)
     assert (open_store(path).files / KEY).exists()
     assert opened(path).pending is None
-    assert unfinished_build(path) is None
+    assert describe_unfinished_build(path) is None
     StoreDirectory(path).discard()
     assert holds(open_store(path), Numbered(50))
     # The next one that changes something there removes what is left of the build.

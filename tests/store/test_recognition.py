@@ -20,14 +20,14 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.store import build_store, open_store, verify_store, writing
 from lightning_memmap.store.recognition import check_dataset
-from lightning_memmap.store.samples import probe_rows
+from lightning_memmap.store.samples import choose_probe_rows
 from tests.support.datasets import Counting
 from tests.support.store.build_server import Deadly
 from tests.support.store.layout import building_path, files_of, names_in
 
 NUM_ROWS = 3000
 UNPROBED = 1234
-assert UNPROBED not in probe_rows(NUM_ROWS)
+assert UNPROBED not in choose_probe_rows(NUM_ROWS)
 
 #: Labels where no fingerprint looks for them, as in a file in a directory.
 HIDDEN: dict[int, int] = {}

@@ -172,17 +172,17 @@ def test_lists_of_parts_that_are_not_alike_are_refused(
         build(tmp_path / "s", [{"x": 1, "parts": parts}] * 3, variable=["parts"])
 
 
-def fields_of(node: Any) -> Iterator[Any]:
+def make_fields(node: Any) -> Iterator[Any]:
     """The fields in the JSON value of a structure."""
     if "field" in node:
         yield node["field"]
     for child in node.get("children", ()):
-        yield from fields_of(child)
+        yield from make_fields(child)
 
 
 def edit_field(name: str, **entries: Any) -> Any:
     def edit(body: Any) -> None:
-        (field,) = (field for field in fields_of(body["structure"]) if field["name"] == name)
+        (field,) = (field for field in make_fields(body["structure"]) if field["name"] == name)
         field.update(entries)
 
     return edit

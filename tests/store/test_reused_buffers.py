@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from lightning_memmap import ColumnDataset, MemmapDataModule, append_store, build_store
 from lightning_memmap.store import Store, build_part, finish_store
-from lightning_memmap.store.sources.source import source_of
+from lightning_memmap.store.sources.source import make_source
 
 Reuse = Callable[[int], Any]
 
@@ -212,7 +212,9 @@ class Streamed(IterableDataset[Any]):
 def check(store: Store, make: Callable[[], Reuse], num_rows: int) -> None:
     """Compare all rows of a store with rows that have memory of their own."""
     assert len(store) == num_rows
-    alone = source_of([make()(row) for row in range(num_rows)], store.schema).read(range(num_rows))
+    alone = make_source([make()(row) for row in range(num_rows)], store.schema).read(
+        range(num_rows)
+    )
     for found, values in zip(store.read(np.arange(num_rows)), alone, strict=True):
         pairs = zip(found.rows(), values.rows(), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)

@@ -15,7 +15,7 @@ from lightning_memmap.errors import DatasetError, SchemaError, StoreError
 from lightning_memmap.loading.variable_batch import LayoutCollate
 from lightning_memmap.schema import Pad
 from lightning_memmap.store import Store, build_store, open_store, verify_store, writing
-from lightning_memmap.store.samples import probe_rows
+from lightning_memmap.store.samples import choose_probe_rows
 from lightning_memmap.store.segments import copy_segments
 from tests.support.datasets import Counting, Ragged, Replaced, Wrapped
 from tests.support.store.layout import names_in
@@ -156,7 +156,7 @@ def test_later_row_that_differs_names_the_argument_that_stores_it(
     tmp_path: Path, late: Any, argument: dict[str, Any] | None
 ) -> None:
     first: Any = {"a": torch.zeros(3, 4), "ids": [1, 2], "parts": PARTS}
-    assert 150 not in probe_rows(NUM_ROWS)
+    assert 150 not in choose_probe_rows(NUM_ROWS)
     dataset = Replaced([first] * NUM_ROWS, {150: {**first, **late}})
     with pytest.raises(SchemaError, match=f"row 150, field '{next(iter(late))}") as caught:
         build(tmp_path / "s", dataset)

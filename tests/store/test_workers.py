@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lightning_memmap.errors import DatasetError
-from lightning_memmap.store.workers import Workers, calling
+from lightning_memmap.store.workers import Workers, make_task_runner
 
 
 def fails_at_length(_: Any, __: Any) -> None:
@@ -20,7 +20,7 @@ def test_large_error_and_large_tasks_do_not_wait_for_each_other() -> None:
     # No connection has room for either.
     tasks = [np.arange(200_000)] * 3
     with pytest.raises(DatasetError, match=r"ValueError: x+\.\.\.$"), Workers(None, 1) as workers:
-        workers.run(calling(fails_at_length), tasks, lambda *_: None)
+        workers.run(make_task_runner(fails_at_length), tasks, lambda *_: None)
 
 
 def dies_with_a_child(_: Any, __: Any) -> None:
@@ -34,5 +34,5 @@ def dies_with_a_child(_: Any, __: Any) -> None:
 def test_process_that_dies_is_noticed_although_what_it_forked_lives() -> None:
     begin = time.monotonic()
     with pytest.raises(DatasetError, match="has died"), Workers(None, 2) as workers:
-        workers.run(calling(dies_with_a_child), range(4), lambda *_: None)
+        workers.run(make_task_runner(dies_with_a_child), range(4), lambda *_: None)
     assert time.monotonic() - begin < 50

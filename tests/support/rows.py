@@ -39,7 +39,7 @@ from lightning_memmap.sampling.rows import Integers, Rows, Shards, StoreRows, Wi
 from lightning_memmap.sampling.schedule import Blocks, default_block
 from lightning_memmap.schema import Decode, Windows
 from lightning_memmap.store import Store
-from lightning_memmap.store.series import fields_of, windowed
+from lightning_memmap.store.series import make_fields, windowed
 
 CPU = torch.device("cpu")
 
@@ -243,7 +243,7 @@ def loader_over(
     """A loader over the rows of a split of a store; on one device where no topology is named."""
     topology = topology or DataTopology((CPU,))
     order = sampler_over(split.pool, seed, shuffle, shuffle_block)
-    options = {"collate": store.schema.builder(), **options}
+    options = {"collate": store.schema.make_builder(), **options}
     return SuperBatchLoader(split, topology, order, batch_size, seed=seed, **options)
 
 
@@ -394,7 +394,7 @@ def make_window_loader(
         is_whole = window is None and residency != "stream"
         if factory is not None:
             pool = replace(pool, global_batch=batch_size * topology.num_data_devices)
-            fields = fields_of(store, pool.rows)
+            fields = make_fields(store, pool.rows)
             return sampler_factory.make_sampler(
                 factory, pool, 5, fields, None if is_whole else rows
             )

@@ -32,7 +32,7 @@ from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
 from lightning_memmap.host_memory import available_bytes
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sizes import format_bytes, parse_bytes
-from lightning_memmap.store.building import unfinished_build
+from lightning_memmap.store.building import describe_unfinished_build
 from lightning_memmap.store.checksums import merge_chunks
 from lightning_memmap.store.files import check_plain, open_plain, read_plain
 from lightning_memmap.store.manifest import MAX_MANIFEST_BYTES, Manifest
@@ -47,7 +47,7 @@ from lightning_memmap.store.remote.shards import (
     read_manifest,
 )
 from lightning_memmap.store.store import Damage, PendingRows, Store, open_directory
-from lightning_memmap.store.workers import threads
+from lightning_memmap.store.workers import start_threads
 
 #: Environment variable with the directory of the cache.
 DIRECTORY = CACHE
@@ -94,7 +94,7 @@ def open_store(path: str | Path) -> Store:
     try:
         return open_directory(location)
     except StoreNotFoundError as error:
-        if (description := unfinished_build(location)) is None:
+        if (description := describe_unfinished_build(location)) is None:
             raise
         raise StoreNotFoundError(f"no store at {location}: {description}") from error
 
@@ -190,7 +190,7 @@ class RemoteStore(Store):
     def damage(self, num_threads: int, advance: Callable[[int], None]) -> list[Damage]:
         # Shards that are not in the cache are read from the server.
         verify = partial(self._shards.damaged_chunks, advance=advance)
-        with threads(num_threads) as pool:
+        with start_threads(num_threads) as pool:
             damaged = list(pool.map(verify, range(len(self._shards.num_bytes))))
         files = self._shards.files.url / self.manifest.generation
         return [
@@ -278,7 +278,7 @@ class _CachedShards(RemoteShards):
         cached = numbers[self.records()[numbers] > 0]
         if not len(cached) or self.num_bytes[cached].sum() > available_bytes():
             return
-        with threads(min(_NUM_CHECKS, len(cached))) as pool:
+        with start_threads(min(_NUM_CHECKS, len(cached))) as pool:
             verify = partial(self.damaged_chunks, advance=lambda _: None)
             damaged = list(pool.map(verify, cached.tolist()))
         if num_damaged := sum(map(bool, damaged)):

@@ -31,7 +31,7 @@ from lightning_memmap.store.files import TEMPORARY, OpenFiles, open_plain, write
 from lightning_memmap.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.files import RemoteFiles, UnreachableError
-from lightning_memmap.store.workers import threads
+from lightning_memmap.store.workers import start_threads
 
 #: The name of the records. A pull keeps them until its store is committed.
 RECORDS = "shards" + TEMPORARY
@@ -125,7 +125,7 @@ class RemoteShards:
         num_bytes = int(self.num_bytes[order].sum())
         with (
             show_progress(what, num_bytes, 1, hidden=hidden) as advance,
-            threads(min(_NUM_THREADS, max(1, len(order)))) as pool,
+            start_threads(min(_NUM_THREADS, max(1, len(order)))) as pool,
         ):
             try:
                 futures = [pool.submit(self._fetch, number, advance, stop) for number in order]
@@ -186,7 +186,7 @@ class RemoteShards:
             return b"".join(self._read_chunk(number, chunk) for chunk in chunks)
 
         numbers = self.numbers([field], range(self.manifest.num_shards))
-        with threads(_NUM_THREADS) as pool:
+        with start_threads(_NUM_THREADS) as pool:
             index = b"".join(pool.map(read, numbers.tolist()))
         return np.frombuffer(index, np.int64)
 

@@ -37,7 +37,7 @@ class TableColumn(ABC):
         return None
 
 
-def as_range(rows: Integers) -> RowNumbers:
+def simplify_rows(rows: Integers) -> RowNumbers:
     """Return consecutive rows as a range, which is read without a copy; other rows unchanged."""
     is_range = len(rows) > 0 and bool((np.diff(rows) == 1).all())
     return range(int(rows[0]), int(rows[-1]) + 1) if is_range else rows
@@ -80,5 +80,5 @@ def split_by_group(
     pairs = []
     for group, part in zip(groups[starts].tolist(), np.split(indices, starts[1:]), strict=True):
         offset = stops[group - 1] if group else 0
-        pairs.append((group, as_range(part - offset)))
+        pairs.append((group, simplify_rows(part - offset)))
     return pairs, inverse

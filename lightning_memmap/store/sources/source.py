@@ -25,10 +25,10 @@ from lightning_memmap.schema.kinds import Image
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.stack import Branch, Samples, as_values, stack
 from lightning_memmap.schema.structure import Node, as_container
-from lightning_memmap.store.samples import SampleReader, rows_at_once
+from lightning_memmap.store.samples import SampleReader, choose_block_rows
 from lightning_memmap.store.sources.column import (
     TableColumn,
-    as_range,
+    simplify_rows,
     split_by_group,
 )
 from lightning_memmap.store.sources.column_dataset import (
@@ -68,11 +68,11 @@ class Source:
         return np.argsort(groups, kind="stable")
 
 
-def source_of(dataset: Any, schema: Schema, row_bytes: int = 1) -> Source:
+def make_source(dataset: Any, schema: Schema, row_bytes: int = 1) -> Source:
     """Make a source that slices a dataset if its class is known, or reads it item by item."""
     if isinstance(dataset, Spool):
         return Source(dataset.read)
-    step = rows_at_once(row_bytes)
+    step = choose_block_rows(row_bytes)
     reader = SampleReader(dataset, schema)
 
     def read_items(rows: RowNumbers) -> list[Values]:
@@ -82,7 +82,7 @@ def source_of(dataset: Any, schema: Schema, row_bytes: int = 1) -> Source:
     sliced = None
     if not any(isinstance(field.kind, Image) for field in schema.fields):
         with suppress(SchemaError):  # Its arrays aren't nested like its samples.
-            sliced = _sliced_source(dataset, schema.structure)
+            sliced = _make_sliced_source(dataset, schema.structure)
     if sliced is None:
         return Source(read_items, is_sliced=False)
 
@@ -134,7 +134,7 @@ def concatenate_sources(sources: Sequence[Source], sizes: Sequence[int]) -> Sour
     return Source(read, row_groups, all(source.is_sliced for source in sources))
 
 
-def _sliced_source(dataset: Any, node: Node, *, any_array: bool = False) -> Source | None:
+def _make_sliced_source(dataset: Any, node: Node, *, any_array: bool = False) -> Source | None:
     """Make a source that slices a dataset, or one column of it; None if its class is unknown.
 
     Args:
@@ -147,18 +147,18 @@ def _sliced_source(dataset: Any, node: Node, *, any_array: bool = False) -> Sour
     if _is_array(dataset) or (any_array and is_array_like(dataset)):
         return Source(partial(_read_column, partial(_slice_array, dataset), node))
     if type(dataset) is Subset:
-        return _subset_source(dataset, node)
+        return _make_subset_source(dataset, node)
     if type(dataset) is ConcatDataset:
         parts: list[Any] = list(dataset.datasets)
-        sources = [_sliced_source(part, node) for part in parts]
+        sources = [_make_sliced_source(part, node) for part in parts]
         sliced = [source for source in sources if source is not None]
         if len(sliced) < len(sources):
             return None
         return concatenate_sources(sliced, list(map(len, parts)))
-    return _columns_source(dataset, node)
+    return _make_columns_source(dataset, node)
 
 
-def _columns_source(dataset: Any, node: Node) -> Source | None:
+def _make_columns_source(dataset: Any, node: Node) -> Source | None:
     """Make a source that slices each column of a dataset; None if a class is unknown."""
     children = as_container(_columns_of(dataset, node), ())
     if children is None or children[0] != node.kind or set(children[1]) != set(node.keys):
@@ -166,7 +166,7 @@ def _columns_source(dataset: Any, node: Node) -> Source | None:
     columns = dict(zip(children[1], children[2], strict=True))
     sources = []
     for key, child in zip(node.keys, node.children, strict=True):
-        source = _sliced_source(columns[key], child, any_array=type(dataset) is ColumnDataset)
+        source = _make_sliced_source(columns[key], child, any_array=type(dataset) is ColumnDataset)
         if source is None:
             return None
         sources.append(source)
@@ -204,7 +204,7 @@ def _is_array(values: Any) -> bool:
     return is_file and is_array_like(values)
 
 
-def _subset_source(dataset: Any, node: Node) -> Source | None:
+def _make_subset_source(dataset: Any, node: Node) -> Source | None:
     """Make a source that slices the dataset of a ``Subset``; None if its class is unknown."""
     indices = np.asarray(dataset.indices)
     num_rows = len(dataset.dataset)
@@ -215,12 +215,12 @@ def _subset_source(dataset: Any, node: Node) -> Source | None:
     inner_rows = indices.astype(np.int64, copy=False)
     if inner_rows.min() < 0:
         inner_rows = np.where(inner_rows < 0, inner_rows + num_rows, inner_rows)
-    if (source := _sliced_source(dataset.dataset, node)) is None:
+    if (source := _make_sliced_source(dataset.dataset, node)) is None:
         return None
 
     def read(rows: RowNumbers) -> list[Values]:
         index = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
-        return source.read(as_range(inner_rows[index]))
+        return source.read(simplify_rows(inner_rows[index]))
 
     def row_groups() -> Integers | None:
         groups = source.row_groups()

@@ -27,9 +27,9 @@ from lightning_memmap.store.progress import Advance
 from lightning_memmap.store.samples import (
     MAX_PROBES,
     NUM_PROBES,
+    choose_block_rows,
     find_schema,
     hash_row,
-    rows_at_once,
     stack_rows,
 )
 from lightning_memmap.store.sources.column import split_by_group
@@ -48,7 +48,7 @@ def is_read_once(dataset: Any) -> bool:
     return is_stream(dataset) and hasattr(type(dataset), "__next__")
 
 
-def samples_of(stream: Any) -> Iterator[Any]:
+def iterate_samples(stream: Any) -> Iterator[Any]:
     """Iterate over the samples of a stream."""
     row = 0
     try:
@@ -68,7 +68,7 @@ class Spool:
         self._starts = [0]
         #: The first byte of each block in the file, and the number of bytes.
         self._offsets = [0]
-        samples = map(copy_sample, samples_of(stream))
+        samples = map(copy_sample, iterate_samples(stream))
         block = list(islice(samples, NUM_PROBES))
         if not block:
             read = " A generator yields its rows once." if is_read_once(stream) else ""
@@ -81,7 +81,7 @@ class Spool:
             while block:
                 self._append(block)
                 advance(len(block))
-                block = list(islice(samples, rows_at_once(self.row_bytes)))
+                block = list(islice(samples, choose_block_rows(self.row_bytes)))
             stack.pop_all()
 
     def __len__(self) -> int:

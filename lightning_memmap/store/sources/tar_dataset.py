@@ -22,9 +22,9 @@ from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.sources.tar_index import (
     TarIndices,
     check_size,
-    cut_short,
     grouped,
-    members_of,
+    iterate_members,
+    make_truncated_error,
 )
 
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -222,7 +222,7 @@ class TarStream(_TarSamples, IterableDataset[dict[str, Any]]):
         """
         for tar in self.tars:
             opened: list[tarfile.TarFile] = []
-            members = ((member.name, member) for member in members_of(tar, "r|*", opened))
+            members = ((member.name, member) for member in iterate_members(tar, "r|*", opened))
 
             def take(
                 ending: str, member: tarfile.TarInfo, tar: str = tar, opened: Any = opened
@@ -251,7 +251,7 @@ def _extract(tar: str, file: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
         where = f"{tar}: {member.name!r}"
         raise DatasetError(f"{where} cannot be read: {describe_error(error)}") from None
     if len(data) != member.size:
-        raise cut_short(tar, member.name)
+        raise make_truncated_error(tar, member.name)
     return data
 
 

@@ -130,7 +130,7 @@ def index_tar(tar: str, advance: Callable[[int], None]) -> TarIndex:
         DatasetError: The file is damaged, or a sample has a member twice.
     """
     path = os.path.realpath(tar)
-    state = state_of(os.stat(path))
+    state = get_file_state(os.stat(path))
     kept = _place_of(path)
     if kept is not None and (index := _load(kept, path, state)) is not None:
         advance(state[0])
@@ -141,7 +141,7 @@ def index_tar(tar: str, advance: Callable[[int], None]) -> TarIndex:
     return index
 
 
-def state_of(status: os.stat_result) -> tuple[int, int]:
+def get_file_state(status: os.stat_result) -> tuple[int, int]:
     """Return bytes and time of a file."""
     return status.st_size, status.st_mtime_ns
 
@@ -210,7 +210,7 @@ def _scan(tar: str, path: str, state: tuple[int, int], advance: Callable[[int], 
 
 def headers(tar: str, num_bytes: int) -> Iterator[tuple[str, tarfile.TarInfo]]:
     """Yield name and header of each plain file in a tar file that isn't compressed."""
-    for member in members_of(tar, "r:"):
+    for member in iterate_members(tar, "r:"):
         if member.issparse():
             raise DatasetError(
                 f"{tar}: {member.name!r} is a sparse file, whose bytes lie apart: read it with"
@@ -218,7 +218,7 @@ def headers(tar: str, num_bytes: int) -> Iterator[tuple[str, tarfile.TarInfo]]:
             )
         if member.offset_data + member.size > num_bytes:
             check_size(tar, member.name, member.size)
-            raise cut_short(tar, member.name)
+            raise make_truncated_error(tar, member.name)
         yield member.name, member
 
 
@@ -244,7 +244,9 @@ def grouped(
         yield key, taken
 
 
-def members_of(tar: str, mode: Any, opened: list[tarfile.TarFile] | None = None) -> Iterator[Any]:
+def iterate_members(
+    tar: str, mode: Any, opened: list[tarfile.TarFile] | None = None
+) -> Iterator[Any]:
     """Yield the header of each plain file in a tar file.
 
     Args:
@@ -305,7 +307,7 @@ def check_size(tar: str, name: str, num_bytes: int) -> None:
         )
 
 
-def cut_short(tar: str, name: str) -> DatasetError:
+def make_truncated_error(tar: str, name: str) -> DatasetError:
     """Make the error for a member whose last bytes are missing."""
     return DatasetError(f"{tar}: {name!r} is cut short: the tar file is damaged")
 
@@ -344,7 +346,7 @@ def _read(tar: str, state: tuple[int, int], key: str, member: Member) -> bytes:
     name = f"{key}.{member.ending}"
     try:
         with closing(open(tar, "rb", buffering=0)) as file:
-            if state_of(os.fstat(file.fileno())) != state:
+            if get_file_state(os.fstat(file.fileno())) != state:
                 raise DatasetError(
                     f"{tar} has changed since it was indexed: make the dataset again"
                 )
@@ -353,5 +355,5 @@ def _read(tar: str, state: tuple[int, int], key: str, member: Member) -> bytes:
     except OSError as error:
         raise DatasetError(f"{tar}: {name!r} cannot be read: {describe_error(error)}") from None
     if len(data) != member.num_bytes:
-        raise cut_short(tar, name)
+        raise make_truncated_error(tar, name)
     return data

@@ -13,7 +13,11 @@ from lightning_memmap.loading.batches import BatchLoader
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.variable_rows import Padded
-from lightning_memmap.placement.topology import DataTopology, data_parallel_rank, local_processes
+from lightning_memmap.placement.topology import (
+    DataTopology,
+    count_local_processes,
+    find_data_parallel_rank,
+)
 from lightning_memmap.schema.fields import RowList
 from lightning_memmap.schema.structure import Masked
 from lightning_memmap.strategies.common.checked import CheckedStrategy
@@ -38,13 +42,13 @@ class SuperBatchMixin(CheckedStrategy):
     @property
     def data_topology(self) -> DataTopology:
         """The devices that hold the data, and the root device, on which batches are assembled."""
-        rank, size = data_parallel_rank(self)
+        rank, size = find_data_parallel_rank(self)
         return DataTopology(
             self.data_devices,
             rank,
             size,
             assemble_on=self.root_device,
-            num_local_processes=local_processes(self),
+            num_local_processes=count_local_processes(self),
         )
 
     @override

@@ -8,7 +8,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memmap.placement.topology import data_parallel_rank
+from lightning_memmap.placement.topology import find_data_parallel_rank
 from lightning_memmap.strategies.common.data_devices import SuperBatchMixin
 from lightning_memmap.strategies.common.failures import first_failure
 from lightning_memmap.strategies.common.same_rows import (
@@ -78,7 +78,7 @@ class SeveralProcesses(SuperBatchMixin, ParallelStrategy):
         if not self._may_repeat_rows:
             return
         self._may_repeat_rows = False
-        rank, size = data_parallel_rank(self)
+        rank, size = find_data_parallel_rank(self)
         if size > 1:
             digest = torch.stack([batch_digest(batch), torch.tensor(rank)]).to(self.root_device)
             digests, ranks = self.all_gather(digest).cpu().view(-1, 2).unbind(1)

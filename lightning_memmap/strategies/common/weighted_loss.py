@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.nested import named_leaves
 from lightning_memmap.loading.step_weight import DeliveredSteps
-from lightning_memmap.placement.topology import data_parallel_rank
+from lightning_memmap.placement.topology import find_data_parallel_rank
 from lightning_memmap.schema.fields import RowList
 from lightning_memmap.strategies.common.data_devices import SuperBatchMixin
 
@@ -90,7 +90,7 @@ class WeightedLoss(SuperBatchMixin):
         Args:
             batch: The batch of the step; None if it is unknown.
         """
-        _, num_processes = data_parallel_rank(self)
+        _, num_processes = find_data_parallel_rank(self)
         scales = set()
         for delivered in self._delivered:
             taken = delivered.take()

@@ -12,7 +12,7 @@ import torch
 from lightning_memmap import MemmapDataModule, open_store
 from lightning_memmap.callbacks import PredictionTable
 from lightning_memmap.commands.rows import describe_step
-from lightning_memmap.placement.topology import topology_of
+from lightning_memmap.placement.topology import find_topology
 from lightning_memmap.sampling import Subset
 from tests.support.datasets import DECODE, EncodedImages, Ragged, Scenes
 from tests.support.models import Boxes, Brightness, Sounds, make_trainer, weights
@@ -134,5 +134,5 @@ def test_table_of_predictions_and_rows_command_have_the_same_numbers(
     data.setup("fit")
     order = data.train_sampler(open_store(data.store_path("train")))
     for step, batch in enumerate(data.train_dataloader()):
-        shown = describe_step(data, order, topology_of(None), 0, step)
+        shown = describe_step(data, order, find_topology(None), 0, step)
         assert shown["rows"] == batch["row_number"].tolist()

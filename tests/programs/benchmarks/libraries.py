@@ -50,7 +50,7 @@ class Result:
     ratios: list[float]
 
 
-def fields_of(batch: Any) -> list[Tensor]:
+def make_fields(batch: Any) -> list[Tensor]:
     """The rows of a batch, and the labels where there are some, however they are held."""
     if isinstance(batch, Tensor):
         return [batch]
@@ -92,7 +92,7 @@ def check_epoch(batches: Iterable[Any], case: Case, expected: Tensor, num_worker
     wanted = [(case.dtype, case.shape)] + [(torch.int64, ())] * case.label
     seen, num_short = [torch.empty(0, dtype=torch.float64)], 0
     for batch in batches:
-        fields = fields_of(batch)
+        fields = make_fields(batch)
         if not all(isinstance(field, Tensor) for field in fields):
             raise WrongEpochError(f"a batch of {[type(field).__name__ for field in fields]}")
         found = [(field.dtype, tuple(field.shape[1:])) for field in fields]
@@ -120,7 +120,7 @@ def read_epoch(batches: Iterable[Any], num_rows: int) -> None:
     """
     count = 0
     for batch in batches:
-        count += len(fields_of(batch)[0])
+        count += len(make_fields(batch)[0])
         del batch
     if count != num_rows:
         raise WrongEpochError(f"{count} rows instead of {num_rows}")

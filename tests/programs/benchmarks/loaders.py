@@ -50,5 +50,5 @@ def make_loader(
         budget_bytes=dict.fromkeys((*devices, torch.device("cpu")), 2**60),
     )
     rows = load_split(store, topology, placement.splits["train"])
-    options = {"collate": store.schema.builder(), **options}
+    options = {"collate": store.schema.make_builder(), **options}
     return SuperBatchLoader(rows, topology, size.order, batch_size, **options)

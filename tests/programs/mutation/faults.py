@@ -596,7 +596,7 @@ _DATA = [
     Fault(
         "data/set_up.py",
         "evaluation uses random crops",
-        'decode = options.decode if split == "train" else center_crops(options.decode)',
+        'decode = options.decode if split == "train" else use_center_crops(options.decode)',
         "decode = options.decode",
         ("tests/test_image_crop.py", "tests/data"),
     ),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_memmap.store import Store
-from lightning_memmap.store.samples import probe_rows
+from lightning_memmap.store.samples import choose_probe_rows
 from tests.support.datasets import Numbered
 
 
@@ -98,7 +98,7 @@ class Reusing(Edited):
 
 @functools.cache
 def probes_of(num_rows: int) -> set[int]:
-    return {*probe_rows(num_rows)}
+    return {*choose_probe_rows(num_rows)}
 
 
 def sample_of(num_rows: int, row: int, edition: int) -> dict[str, Any]:

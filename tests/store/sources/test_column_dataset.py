@@ -21,7 +21,7 @@ from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.store import Store, build_part, finish_store, writing
 from lightning_memmap.store.columns import FixedColumn
 from lightning_memmap.store.sources import source
-from lightning_memmap.store.sources.source import source_of
+from lightning_memmap.store.sources.source import make_source
 from tests.support.datasets import Wrapped, column_files, texts
 
 pytestmark = pytest.mark.slow
@@ -418,7 +418,7 @@ class Label(str):
 def test_what_slices_cannot_give_is_read_item_by_item(tmp_path: Path) -> None:
     found = [Label(k) if k % 7 == 5 else str(k) * (k % 3) for k in range(60)]
     dataset = ColumnDataset({"text": found, "n": np.arange(60)})
-    assert source_of(dataset, build(tmp_path / "s", dataset).schema).is_sliced
+    assert make_source(dataset, build(tmp_path / "s", dataset).schema).is_sliced
     assert_same_store(build(tmp_path / "s", dataset), build(tmp_path / "t", Wrapped(dataset)))
 
 

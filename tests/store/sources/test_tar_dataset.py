@@ -423,7 +423,7 @@ def scans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return seen
 
 
-def samples_of(path: Path) -> list[Any]:
+def iterate_samples(path: Path) -> list[Any]:
     return [sample["cls"] for sample in TarDataset(path)]
 
 
@@ -431,15 +431,15 @@ def test_tar_file_is_scanned_once_until_it_changes(tmp_path: Path, scans: list[s
     path = write_tar(tmp_path / "a.tar", [("1.cls", b"1")])
     before = sorted(tmp_path.glob("*"))
     for _ in range(2):
-        assert samples_of(path) == [1]
+        assert iterate_samples(path) == [1]
     assert scans == ["a.tar"]
     assert {*tmp_path.glob("*")} - {*before} == {tmp_path / "cache"}
     (tmp_path / "link.tar").symlink_to(path)
-    assert samples_of(tmp_path / "link.tar") == [1]
+    assert iterate_samples(tmp_path / "link.tar") == [1]
     assert scans == ["a.tar"]
     write_tar(path, [("1.cls", b"1"), ("2.cls", b"2")])
     os.utime(path, ns=(0, 0))
-    assert samples_of(path) == [1, 2]
+    assert iterate_samples(path) == [1, 2]
     assert scans == ["a.tar"] * 2
 
 
@@ -458,7 +458,7 @@ def test_tar_file_that_changes_after_its_scan_is_an_error(tmp_path: Path) -> Non
 @pytest.mark.parametrize("damage", ["cut", "other", "empty", "offset", "link"])
 def test_damaged_index_is_made_again(tmp_path: Path, scans: list[str], damage: str) -> None:
     path = write_tar(tmp_path / "a.tar", [("1.cls", b"1"), ("2.cls", b"2")])
-    assert samples_of(path) == [1, 2]
+    assert iterate_samples(path) == [1, 2]
     (kept,) = (tmp_path / "cache" / "tars").iterdir()
     data = kept.read_bytes()
     index = msgspec.msgpack.decode(data, type=tar_index.TarIndex)
@@ -475,17 +475,17 @@ def test_damaged_index_is_made_again(tmp_path: Path, scans: list[str], damage: s
     if damage == "link":
         kept.rename(tmp_path / "elsewhere")
         kept.symlink_to(tmp_path / "elsewhere")
-    assert samples_of(path) == [1, 2]
+    assert iterate_samples(path) == [1, 2]
     assert scans == ["a.tar"] * 2
-    assert samples_of(path) == [1, 2]
+    assert iterate_samples(path) == [1, 2]
     assert scans == ["a.tar"] * 2
 
 
 def test_index_that_others_could_change_is_not_used(tmp_path: Path, scans: list[str]) -> None:
     path = write_tar(tmp_path / "a.tar", [("1.cls", b"1")])
-    assert samples_of(path) == [1]
+    assert iterate_samples(path) == [1]
     (tmp_path / "cache" / "tars").chmod(0o777)
-    assert samples_of(path) == [1]
+    assert iterate_samples(path) == [1]
     assert scans == ["a.tar"] * 2
 
 
@@ -493,7 +493,7 @@ def test_cache_that_cannot_be_written_costs_a_scan(tmp_path: Path, scans: list[s
     path = write_tar(tmp_path / "a.tar", [("1.cls", b"1")])
     (tmp_path / "cache").write_text("a file")
     for _ in range(2):
-        assert samples_of(path) == [1]
+        assert iterate_samples(path) == [1]
     assert scans == ["a.tar"] * 2
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_memmap.store.building import unfinished_build
+from lightning_memmap.store.building import describe_unfinished_build
 from lightning_memmap.store.directory import KEY, PARTS, StoreDirectory
 from lightning_memmap.store.manifest import MANIFEST, Manifest
 
@@ -37,7 +37,7 @@ def building_path(path: Path) -> Path:
 
 def rows_there(path: Path) -> int:
     """How many rows of an unfinished build are on the disk."""
-    there = unfinished_build(path)
+    there = describe_unfinished_build(path)
     return 0 if there is None else int(there.split()[0].replace(",", ""))
 
 

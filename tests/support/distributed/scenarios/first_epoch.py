@@ -22,7 +22,7 @@ from lightning_memmap.sampling import (
     Weighted,
 )
 from lightning_memmap.store.remote.cache import DIRECTORY
-from lightning_memmap.store.samples import probe_rows
+from lightning_memmap.store.samples import choose_probe_rows
 from tests.support.datasets import DECODE, EncodedImages, Logged, Ragged
 from tests.support.models import Brightness, Points, Regression, Sounds, make_trainer
 
@@ -111,7 +111,7 @@ def assert_none_is_read_twice(order: str, out: Path) -> Counter[tuple[str, int]]
     read = Counter[tuple[str, int]]()
     for name, dataset in sets_of(order).items():
         found = Counter(map(int, (out / f"{name}.rows").read_text().split()))
-        others = found.keys() - {*probe_rows(len(dataset))}
+        others = found.keys() - {*choose_probe_rows(len(dataset))}
         assert {found[row] for row in others} <= {1}, (order, name)
         read |= {(name, row): count for row, count in found.items()}
     return read
