@@ -250,6 +250,13 @@ class RowResults(L.Callback):
             if trainer.is_global_zero:
                 run = Run(run=self._run, num_rows=loader.order.pool.rows.num_dataset_rows)
                 self._folder.claim(run, overwrite=self.overwrite)
+                if self._stage == "train":
+                    # A checkpoint of the last step may be older than the end of its epoch, and the
+                    # order of the next one may need its results.
+                    start = loader.start
+                    is_complete = not loader.num_steps_of(start.epoch, start.position)
+                    epoch = start.epoch + is_complete
+                    self._folder.finish(self._run, loader.order, epoch)
 
     def _find_loader(self, loaders: Any) -> tuple[int, SuperBatchLoader]:
         """Return the loader of the split, and its index."""

@@ -275,6 +275,15 @@ class SuperBatchLoader:
             )
         return start
 
+    def _with_results(self, start: LoaderState) -> LoaderState:
+        """Record which results the order of the epoch depends on, or check the recorded ones."""
+        results = self.order.results_in(start.epoch)
+        if start.results is not None and start.position:
+            now = msgspec.structs.replace(start, sampler={**start.sampler, "results": results})
+            saved = {**start.sampler, "results": start.results}
+            self._check_order(msgspec.structs.replace(start, sampler=saved), now)
+        return msgspec.structs.replace(start, results=results or None)
+
     def _check_order(self, saved: LoaderState, now: LoaderState) -> None:
         difference = difference_of({"seed": saved.seed}, {"seed": now.seed})
         difference = difference or difference_of(saved.sampler, now.sampler)
@@ -359,6 +368,7 @@ class SuperBatchLoader:
         if self._rows.is_released:
             raise released_error()
         start = self._start()
+        start = self._with_results(start)
         self._progress.begin(start)
         with closing(ExitStack()) as stack:
             # close() does not receive the error that ends this generator. In Python 3.10, a context

@@ -26,6 +26,8 @@ class LoaderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     position: Count = 0
     steps: Count = 0
     skipped: SkippedSteps = SkippedSteps()
+    #: The results that the order of the epoch depends on; None before its first step.
+    results: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         msgspec.convert(self.sampler, _Order)
@@ -50,6 +52,8 @@ class LoaderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         state: dict[str, Any] = msgspec.to_builtins(self)
         if not self.skipped.steps:
             del state["skipped"]
+        if not self.results:
+            del state["results"]
         return state
 
     @classmethod

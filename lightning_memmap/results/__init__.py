@@ -10,9 +10,10 @@ without looking up rows. At the end of the epoch, rank zero reads all parts and 
 whose manifest is the commit. Nothing is unpickled.
 """
 
-from lightning_memmap.results.folder import read_row_results
+from lightning_memmap.results.column import Results
+from lightning_memmap.results.reading import read_row_results
 
-__all__ = ["read_row_results"]
+__all__ = ["Results", "read_row_results"]
 
 
 def __dir__() -> list[str]:

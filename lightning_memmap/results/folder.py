@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -15,7 +15,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_memmap.errors import StoreError, check_integer
+from lightning_memmap.errors import StoreError
 from lightning_memmap.results.parts import (
     PartHeader,
     PartWriter,
@@ -33,9 +33,6 @@ from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.store import Store, open_directory
 from lightning_memmap.store.writing import TableBuild, TableWriter
 from lightning_memmap.tables import write_atomically
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict
 
 _RUN = "results.json"
 _PARTS = "parts"
@@ -146,18 +143,22 @@ class ResultFolder:
                 self._reopen(run, order, epoch, position)
             if later >= epoch:
                 self._remove_epoch(later)
+        self.finish(run, order, epoch)
         for parts_epoch, directory in self._epochs_with_parts():
             if parts_epoch > epoch:
                 shutil.rmtree(directory)
-            elif parts_epoch < epoch:
-                # The run ended after the last step of this epoch, before its end.
-                if not is_store(self.epoch_path(parts_epoch)):
-                    self.commit(run, order, parts_epoch)
-                shutil.rmtree(directory, ignore_errors=True)
             else:
                 for part in _subdirectories(directory):
                     if not part.name.startswith(keep):
                         limit_part(part, position)
+
+    def finish(self, run: str, order: Sampler, epoch: int) -> None:
+        """Commit the epochs before this one whose last step was the last that the run has done."""
+        for parts_epoch, directory in self._epochs_with_parts():
+            if parts_epoch < epoch:
+                if not is_store(self.epoch_path(parts_epoch)):
+                    self.commit(run, order, parts_epoch)
+                shutil.rmtree(directory, ignore_errors=True)
 
     def new_part(self, epoch: int, name: str, header: PartHeader) -> PartWriter:
         """Create the part of one process."""
@@ -276,60 +277,6 @@ class ResultFolder:
         # The manifest first: without it there is no store.
         (self.epoch_path(epoch) / "manifest.json").unlink()
         shutil.rmtree(self.epoch_path(epoch))
-
-
-def read_row_results(path: str | Path, keep: Literal["last", "all"] | int = "last") -> "TensorDict":
-    """Read the results that `lightning_memmap.callbacks.RowResults` has committed.
-
-    Args:
-        path: The folder of the results.
-        keep: ``"last"`` for the last epoch, ``"all"``, or the number of last epochs.
-
-    Returns:
-        A TensorDict on the CPU in dataset order, of batch size (N,) for ``"last"`` and else
-        (epochs, N). It has each key of the results with its shape and dtype; ``"seen"``, bool,
-        which is False for rows without a value; and ``"epoch"``, int64. Floating-point values of
-        such rows are NaN, other values 0. Values of a single epoch are memory-mapped, and writing
-        to them changes no file.
-
-    Raises:
-        StoreError: There are no results, or they are damaged.
-        ValueError: ``keep`` is another value.
-    """
-    if keep not in ("last", "all"):
-        check_integer("keep", keep, 1, "'last', 'all', or the number of last epochs")
-    from tensordict import TensorDict  # Importing it takes long.
-
-    folder = ResultFolder(Path(path).resolve())
-    epochs = folder.epochs()
-    if folder.run() is None or not epochs:
-        raise StoreError(f"{path} has no results of a complete epoch")
-    if keep == "last":
-        return _read_epoch(folder, epochs[-1])
-    kept = epochs if keep == "all" else epochs[-int(keep) :]
-    tables = [_read_epoch(folder, epoch) for epoch in kept]
-    for epoch, table in zip(kept, tables, strict=True):
-        for name, value in table.items():
-            first = tables[0].get(name, None)
-            if first is None or (first.dtype, first.shape) != (value.dtype, value.shape):
-                raise StoreError(
-                    f"{path}: {name!r} of epoch {epoch} is not in epoch {kept[0]} with the same"
-                    " shape and dtype: read the epochs one by one"
-                )
-    return TensorDict.stack(tables)  # type: ignore[no-any-return]
-
-
-def _read_epoch(folder: ResultFolder, epoch: int) -> "TensorDict":
-    from tensordict import TensorDict  # Importing it takes long.
-
-    store = folder.open_epoch(epoch)
-    table = store.as_tensordict()
-    values: dict[str, Tensor] = {}
-    for field in store.schema.structure.keys:
-        values[str(field)] = table[field, "values"]
-        values["seen"] = table[field, "mask"]
-    values["epoch"] = torch.full((len(store),), epoch)
-    return TensorDict(values, batch_size=(len(store),))
 
 
 def digest_of(order: Sampler) -> str:

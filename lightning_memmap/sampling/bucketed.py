@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self, override
 
 from lightning_memmap.errors import ReprAsCall, check_integer
+from lightning_memmap.sampling.columns import Column, field_values
 from lightning_memmap.sampling.factory import Fields, SamplerFactory, check_per_row, per_row_array
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import (
@@ -51,7 +52,8 @@ class Bucketed(ReprAsCall, SamplerFactory):
     Args:
         lengths: The name of a field of variable length; if several dimensions vary, a length is
             their product. Or one length for each row of the dataset, in dataset order: a tensor, an
-            array or a sequence of integers, not negative.
+            array or a sequence of integers, not negative. Or `lightning_memmap.results.Results`, a
+            column that training made, of numbers of any kind: their ranks count.
         bucket_size: Rows of a bucket: the rows of a step over all devices, which is ``batch_size``
             times the number of devices, or a multiple of it. With another number, some steps span
             two buckets, and need more padding.
@@ -68,7 +70,8 @@ class Bucketed(ReprAsCall, SamplerFactory):
     num_buckets: int = 100
 
     def __post_init__(self) -> None:
-        check_per_row("Bucketed: lengths", self.lengths)
+        if not isinstance(self.lengths, (str, Column)):
+            check_per_row("Bucketed: lengths", self.lengths)
         self.bucket_size = check_integer("bucket_size", self.bucket_size, 1)
         self.num_buckets = check_integer("num_buckets", self.num_buckets, 1)
 
@@ -98,6 +101,10 @@ class Bucketed(ReprAsCall, SamplerFactory):
         """Return the length of each row of the dataset."""
         if isinstance(self.lengths, str):
             return fields.lengths(self.lengths)
+        if isinstance(self.lengths, Column):
+            values = field_values("Bucketed: lengths", fields, self.lengths)
+            ranks: Integers = np.unique(values, return_inverse=True)[1]
+            return ranks
         lengths = per_row_array("Bucketed: lengths", self.lengths, fields.num_rows)
         if not np.issubdtype(lengths.dtype, np.integer):
             raise TypeError(f"Bucketed: lengths of {lengths.dtype}: pass integers")

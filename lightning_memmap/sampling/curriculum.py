@@ -124,6 +124,10 @@ class CurriculumSampler(TableSampler):
         return [sampler for start, sampler in self.stages.pairs if start <= epoch][-1]
 
     @override
+    def results_in(self, epoch: int) -> dict[str, Any]:
+        return self._order(epoch).results_in(epoch)
+
+    @override
     def offsets(self, epoch: int, shard: int) -> Integers:
         order = self._order(epoch)
         merged = self.pool.base_index(self.pool.index(shard))

@@ -90,8 +90,8 @@ class SamplerFactory(ABC):
 
 
 def check_per_row(name: str, value: Any) -> None:
-    """Check an argument that names a field, or holds one item per row."""
-    if not isinstance(value, str) and not np.ndim(value):
+    """Check an argument that holds one item per row."""
+    if not np.ndim(value):
         raise TypeError(f"{name}={value!r}: pass one for each row, or the name of a field")
 
 

@@ -19,6 +19,7 @@ _REMEDIES = {
     "subset": "the subset of the checkpoint",
     "windows": "the windows of the checkpoint",
     "version": "the release of the package that saved the checkpoint",
+    "epoch": "the results of epoch {was}",
     "digest": "the rows, shares, weights and lengths of the checkpoint",
 }
 #: Shown for an entry that one of two orders lacks.

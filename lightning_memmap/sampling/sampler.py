@@ -190,6 +190,10 @@ class Sampler(ABC):
             identity["num_positions"] = self.num_positions
         return identity
 
+    def results_in(self, epoch: int) -> dict[str, Any]:
+        """Return which results of earlier epochs an epoch depends on, as JSON values."""
+        return {}
+
     def index(self, epoch: int, positions: range, shard_starts: Integers | None = None) -> Integers:
         """Look up which rows of the pool are at these positions.
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import ReprAsCall, check_integer, check_number
+from lightning_memmap.sampling.columns import Column, field_is_given, field_values
 from lightning_memmap.sampling.factory import Fields
 from lightning_memmap.sampling.permutations import random_bits
 from lightning_memmap.sampling.rows import Integers
@@ -63,7 +64,7 @@ class _Named(ReprAsCall, Selection):
 
     rows: Any = None
     _: KW_ONLY
-    field: str | None = None
+    field: str | Column | None = None
     values: Sequence[Any] | None = None
     where: Callable[[NDArray[Any]], Any] | None = None
 
@@ -85,9 +86,9 @@ class _Named(ReprAsCall, Selection):
         what = f"subset of {split}"
         if self.field is None:
             return check_rows(self.rows, fields.num_rows, what)
-        has_value = fields.given(self.field)
+        has_value = field_is_given("field", fields, self.field)
         rows = np.flatnonzero(has_value)
-        column = fields.values(self.field, rows)
+        column = field_values("field", fields, self.field, rows)
         if self.where is not None:
             mask = np.asarray(self.where(column))
             if mask.dtype != np.bool_ or mask.shape != rows.shape:
@@ -128,7 +129,7 @@ class Subset(_Named):
         rows: The rows in the order that the split will have, or a mask with one entry per row of
             the store.
         field: Instead of ``rows``: a field whose values select the rows, by ``values`` or
-            ``where``.
+            ``where``; its name, or `lightning_memmap.results.Results`, a column that training made.
         values: Values to select, such as numbers, strings or dates. None selects rows in which the
             field is None.
         where: A function that receives the field in all rows in which it isn't None, an array of
@@ -173,8 +174,8 @@ class _HoldingOut(Selection):
     """Validates on some rows of the training store, and trains on all others."""
 
     splits = ("train", "val")
-    stratify: str | None = None
-    group: str | None = None
+    stratify: str | Column | None = None
+    group: str | Column | None = None
     shuffle: bool = True
     seed: int = 0
 
@@ -216,7 +217,9 @@ class _HoldingOut(Selection):
             keys.append(self._values("stratify", self.stratify, fields))
         return np.lexsort(keys)
 
-    def _groups(self, field: str, fields: Fields, min_groups: int) -> tuple[Integers, Integers]:
+    def _groups(
+        self, field: str | Column, fields: Fields, min_groups: int
+    ) -> tuple[Integers, Integers]:
         """Return the group of each row, and the number of rows of each group."""
         values = self._values("group", field, fields)
         _, groups, sizes = np.unique(values, return_inverse=True, return_counts=True)
@@ -228,16 +231,16 @@ class _HoldingOut(Selection):
             )
         return groups, sizes
 
-    def _values(self, name: str, field: str, fields: Fields) -> NDArray[Any]:
+    def _values(self, name: str, field: str | Column, fields: Fields) -> NDArray[Any]:
         """Return the values of a field that divides rows, which must not be None in any row."""
-        missing = np.flatnonzero(~fields.given(field))
+        missing = np.flatnonzero(~field_is_given(name, fields, field))
         if len(missing):
             raise ValueError(
                 f"{type(self).__name__}: {name}={field!r}: the field is None in {len(missing)} of"
                 f" {fields.num_rows} rows, such as row {missing[0]}: store a value such as -1"
                 " instead, or a dataset without these rows"
             )
-        return fields.values(field)
+        return field_values(name, fields, field)
 
 
 @dataclass(eq=False, repr=False)
@@ -262,8 +265,8 @@ class RandomSplit(ReprAsCall, _HoldingOut):
 
     validation: int | float = 0.1
     _: KW_ONLY
-    stratify: str | None = None
-    group: str | None = None
+    stratify: str | Column | None = None
+    group: str | Column | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -343,8 +346,8 @@ class KFold(ReprAsCall, _HoldingOut):
     num_folds: int
     _: KW_ONLY
     shuffle: bool = True
-    stratify: str | None = None
-    group: str | None = None
+    stratify: str | Column | None = None
+    group: str | Column | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -371,8 +374,8 @@ class KFold(ReprAsCall, _HoldingOut):
 
 
 def _check_field(argument: str, name: object) -> None:
-    """Check an argument that names a field, or is None."""
-    if name is not None and not (isinstance(name, str) and name):
+    """Check an argument that names a field, or is a column or None."""
+    if name is not None and not isinstance(name, Column) and not (isinstance(name, str) and name):
         raise TypeError(f"{argument}={name!r}: pass the name of a field")
 
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import ReprAsCall
+from lightning_memmap.sampling.columns import Column, ColumnVersion
 from lightning_memmap.sampling.factory import (
     Fields,
     SamplerFactory,
@@ -41,6 +42,8 @@ from lightning_memmap.sampling.table_sampler import DrawnSampler
 #: shards are divided into segments. Stream 0 is used for the order of positions.
 _POINT_BITS = 1
 _SEGMENT_BITS = 2
+#: The first of the streams that draw the rows of shards by the weights of an epoch.
+_DRAW_BITS = 3
 #: Approximate number of segments of a shard. Rows of one segment share epochs more or less often
 #: than other rows do.
 _NUM_SEGMENTS = 48
@@ -62,7 +65,10 @@ class Weighted(ReprAsCall, SamplerFactory):
         weights: One non-negative weight for each row of the dataset, or each window of its series,
             in dataset order: a tensor, an array or a sequence. Or the name of a field. Values of a
             floating-point field are the weights. Other values are classes, which are all drawn
-            equally often. The field must not be None in a row to draw from.
+            equally often. The field must not be None in a row to draw from. Or
+            `lightning_memmap.results.Results`, a column that training made: a row without a value
+            has the mean weight of the others. With ``each_epoch=True`` the weights are read again
+            before each epoch, and weigh a row against those of its shard; see docs/results.md.
         num_samples: Positions of an epoch; by default the number of rows.
 
     Raises:
@@ -74,11 +80,14 @@ class Weighted(ReprAsCall, SamplerFactory):
     num_samples: int | None = None
 
     def __post_init__(self) -> None:
-        check_per_row("Weighted: weights", self.weights)
+        if not isinstance(self.weights, (str, Column)):
+            check_per_row("Weighted: weights", self.weights)
         self.num_samples = check_num_samples(self.num_samples)
 
     @override
-    def make(self, pool: Pool, seed: int, fields: Fields) -> "WeightedSampler":
+    def make(
+        self, pool: Pool, seed: int, fields: Fields
+    ) -> "WeightedSampler | EpochWeightedSampler":
         """Make the sampler; see `SamplerFactory.make`.
 
         Raises:
@@ -86,7 +95,12 @@ class Weighted(ReprAsCall, SamplerFactory):
             ValueError: The number of weights isn't the number of rows; one is negative, not finite
                 or None; all are zero; or ``num_samples`` is out of range.
         """
-        weights = self._weights(pool.dataset_rows(pool.index()), fields)
+        rows = pool.dataset_rows(pool.index())
+        if isinstance(self.weights, Column) and self.weights.each_epoch:
+            return EpochWeightedSampler(
+                pool, seed, column=self.weights, num_samples=self.num_samples
+            )
+        weights, results = self._weights(rows, fields)
         if not weights.any():
             raise ValueError("Weighted: all weights of the training rows are 0")
         count = pool.num_rows if self.num_samples is None else self.num_samples
@@ -94,15 +108,23 @@ class Weighted(ReprAsCall, SamplerFactory):
             raise ValueError(f"num_samples={count}: must be at most 2**40")
         lengths = _in_units(weights * (count / weights.sum()), count)
         pool = _cut(pool, lengths, count)
-        return WeightedSampler(pool, seed, lengths=Numbers(lengths), num_samples=count)
+        return WeightedSampler(
+            pool, seed, lengths=Numbers(lengths), results=results, num_samples=count
+        )
 
-    def _weights(self, rows: Integers, fields: Fields) -> NDArray[np.float64]:
+    def _weights(
+        self, rows: Integers, fields: Fields
+    ) -> tuple[NDArray[np.float64], ColumnVersion | None]:
         """Return the weights of rows, scaled so that the largest is 1."""
-        if isinstance(self.weights, str):
+        results = None
+        if isinstance(self.weights, Column):
+            column = self.weights.read(fields.num_rows)
+            results = column.version
+            values = column_weights(column.values[rows], column.is_given[rows])
+        elif isinstance(self.weights, str):
             values = fields.values(self.weights, rows)
             if not np.issubdtype(values.dtype, np.floating):
-                _, classes, counts = np.unique(values, return_inverse=True, return_counts=True)
-                values = 1 / counts[classes]
+                values = _class_weights(values)
             elif np.isin(values, (0, 1)).all() and (num_zeros := int((values == 0).sum())):
                 warnings.warn(
                     f"Weighted({self.weights!r}): the field is floating-point, so its values are"
@@ -115,15 +137,38 @@ class Weighted(ReprAsCall, SamplerFactory):
             if all_weights.dtype.kind not in "buif":
                 raise TypeError(f"Weighted: weights of {all_weights.dtype}: pass numbers")
             values = all_weights[rows]
-        weights: NDArray[np.float64] = values.astype(np.float64)
-        wrong = np.flatnonzero(~((weights >= 0) & np.isfinite(weights)))
-        if len(wrong):
-            raise ValueError(
-                f"Weighted: row {rows[wrong[0]]} has the weight {weights[wrong[0]]}: weights must"
-                " be finite and not negative"
-            )
-        weights /= max(weights.max(), np.finfo(np.float64).tiny)
-        return weights
+        return scaled_weights(values, rows), results
+
+
+def _class_weights(classes: NDArray[Any]) -> NDArray[np.float64]:
+    """Return weights by which all classes are drawn equally often."""
+    _, numbers, counts = np.unique(classes, return_inverse=True, return_counts=True)
+    weights: NDArray[np.float64] = 1 / counts[numbers]
+    return weights
+
+
+def column_weights(values: NDArray[Any], is_given: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Return the weights that the values of a column mean; the mean where there is no value."""
+    weights = np.ones(len(values), np.float64)
+    if is_given.any():
+        given = values[is_given]
+        given = given if given.dtype.kind == "f" else _class_weights(given)
+        weights[is_given] = given
+        weights[~is_given] = given.mean(dtype=np.float64)
+    return weights
+
+
+def scaled_weights(values: NDArray[Any], rows: Integers) -> NDArray[np.float64]:
+    """Check the weights of dataset rows, and scale them so that the largest is 1."""
+    weights: NDArray[np.float64] = values.astype(np.float64)
+    wrong = np.flatnonzero(~((weights >= 0) & np.isfinite(weights)))
+    if len(wrong):
+        raise ValueError(
+            f"Weighted: row {rows[wrong[0]]} has the weight {weights[wrong[0]]}: weights must"
+            " be finite and not negative"
+        )
+    weights /= max(weights.max(), np.finfo(np.float64).tiny)
+    return weights
 
 
 class _Line(NamedTuple):
@@ -157,6 +202,8 @@ class WeightedSampler(DrawnSampler):
     # around. Shards are integers long, so one sum serves all of them.
 
     lengths: Numbers
+    #: The version of the column that the lengths come from, if they come from one.
+    results: ColumnVersion | None = None
     version: ClassVar[int] = 3
 
     @override
@@ -230,6 +277,69 @@ class WeightedSampler(DrawnSampler):
             (stops - fractions)[is_first],
             groups[is_first],
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochWeightedSampler(DrawnSampler):
+    """Rows by weights that are read from a column before each epoch.
+
+    A shard of three rows and 4 positions, with the weights 2, 1 and 1 and a first point at .5::
+
+        rows in random order   1       0           2
+        line                   0 . . . 1 . . . . . 3 . . . 4
+        points                   x       x   x       x
+        drawn                  1       0   0       2
+    """
+
+    # Rows stay in their shards, and shards keep their numbers of positions, so that rows need not
+    # move between devices. A weight therefore counts relative to the sum of its shard.
+
+    column: Column
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.counts[self.pool.sizes == 0] > 0).any():
+            raise ValueError(
+                f"Weighted: weights={self.column!r}: {self.pool.num_rows} rows in"
+                f" {self.num_shards} shards, some of which are empty: use fewer shards, such as"
+                f" num_shards={max(1, self.pool.num_rows // 2)}"
+            )
+
+    @override
+    def results_in(self, epoch: int) -> dict[str, Any]:
+        version = self._weights(epoch)[1]
+        return {} if version is None else version.identity
+
+    @cached_per_epoch
+    def _weights(self, epoch: int) -> tuple[NDArray[np.float64], ColumnVersion | None]:
+        """Return the weights of all rows of the pool. There are no results before epoch 0."""
+        rows = self.pool.dataset_rows(self.pool.index())
+        if epoch == 0:
+            return np.ones(len(rows)), None
+        column = self.column.read(self.pool.rows.num_dataset_rows, epoch)
+        values = column_weights(column.values[rows], column.is_given[rows])
+        return scaled_weights(values, rows), column.version
+
+    @override
+    def draw(self, epoch: int, shard: int) -> Integers:
+        start = int(self.pool.starts[shard])
+        size = int(self.pool.sizes[shard])
+        count = int(self.counts[shard])
+        if not count:
+            return np.empty(0, np.int64)
+        weights = self._weights(epoch)[0][start : start + size]
+        if not weights.any():
+            weights = np.ones(size)
+        bits = random_bits(self.seed, epoch, _DRAW_BITS + shard)
+        order = order_within(np.zeros(size, np.int64), bits)
+        stops = weights[order].cumsum()
+        first_point = int(bits.random_raw(1)[0]) / 2**64
+        points = (np.arange(count) + first_point) * (stops[-1] / count)
+        # A rounded point may be at the end of the line.
+        last = int(np.flatnonzero(weights[order])[-1])
+        drawn = order[np.minimum(np.searchsorted(stops, points, side="right"), last)]
+        drawn.sort()
+        return drawn
 
 
 def _concatenated(starts: Integers, counts: Integers) -> Integers | slice:

@@ -1,5 +1,6 @@
 """`RowResults` under each strategy: the value of each row is the one of its last step."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +102,11 @@ def test_row_results_of_other_fields_on_a_rank_are_an_error_on_all(tmp_path: Pat
     assert ranks[0]["error"] == "StoreError"
     assert "step int32" in ranks[0]["text"]
     assert ranks[1]["error"] == "RankMismatchError"
+
+
+def test_two_processes_train_from_the_results_of_both(tmp_path: Path) -> None:
+    alone = row_results.from_own_results(tmp_path / "alone", "memmap_superbatch", 2)
+    ranks = launch("row_results.from_own_results", tmp_path, processes=2, strategy="ddp", devices=2)
+    assert ranks[0]["steps"] == ranks[1]["steps"] == alone["steps"]
+    assert sorted(chain(*alone["steps"][:8])) == [*range(NUM_ROWS)]
+    assert sorted(chain(*alone["steps"][8:16])) != [*range(NUM_ROWS)]

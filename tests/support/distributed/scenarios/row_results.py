@@ -1,5 +1,6 @@
 """Write results per row under any strategy, and return what is expected and what was read."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.callbacks import RowResults
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.ranks import gather_from_ranks
-from lightning_memmap.results import read_row_results
+from lightning_memmap.results import Results, read_row_results
 from lightning_memmap.sampling import RandomSplit, Weighted
 from tests.support.models import Points, Regression, make_trainer
 
@@ -112,3 +113,40 @@ def disagreeing(out: Path) -> dict[str, Any]:
     except MemmapError as error:
         return {"error": type(error).__name__, "text": str(error)}
     return {"error": ""}
+
+
+class ByRow(Regression):
+    """Returns a weight that depends on the row alone, and keeps the rows of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[list[int]] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        rows = batch["row"]
+        self.steps.append(rows.tolist())
+        losses = (self(batch["x"]) - batch["y"]).square().mean(1)
+        return {"loss": losses.mean(), "weight": rows % 5 + 0.5}
+
+
+def from_own_results(out: Path, strategy: str, devices: int) -> dict[str, Any]:
+    """Return the rows of each step, of all processes, where epochs depend on results."""
+    column = Results(out / "results", "weight", each_epoch=True)
+    trainer = make_trainer(
+        out,
+        strategy=strategy,
+        devices=devices,
+        max_epochs=3,
+        callbacks=[RowResults(out / "results", ["weight"])],
+    )
+    data = MemmapDataModule(
+        Points(61),
+        store_dir=out / "stores",
+        batch_size=8 // devices,
+        num_shards=4,
+        sampler=Weighted(column),
+    )
+    module = ByRow()
+    trainer.fit(module, data)
+    ranks = gather_from_ranks(module.steps)
+    return {"steps": [sorted(chain(*rows)) for rows in zip(*ranks, strict=True)]}
