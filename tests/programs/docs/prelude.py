@@ -3,6 +3,7 @@
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,9 @@ __all__ = [
     "data",
     "epoch_of",
     "model",
+    "np",
     "test",
+    "torch",
     "train",
     "val",
 ]
