@@ -12,8 +12,8 @@ from lightning_memmap.callbacks import RowResults
 from lightning_memmap.errors import StoreError
 from lightning_memmap.results import Results, read_row_results
 from lightning_memmap.sampling import KFold, Subset
-from tests.models import Points, Regression, make_trainer
-from tests.preloaded import run
+from tests.support.models import Points, Regression, make_trainer
+from tests.support.preloaded import run
 
 NUM_ROWS = 61
 
@@ -124,7 +124,7 @@ from lightning_memmap.results import read_row_results
 from lightning_memmap.sampling import KFold
 from lightning_memmap.strategies import IndependentStrategy
 from tests.results.test_out_of_fold import NUM_ROWS, HeldOut
-from tests.models import Points
+from tests.support.models import Points
 
 strategy = IndependentStrategy(num_members=3)
 trainer = L.Trainer(

@@ -16,8 +16,8 @@ from lightning_memmap.callbacks import RowResults
 from lightning_memmap.errors import StoreError
 from lightning_memmap.results import Results, read_row_results
 from lightning_memmap.sampling import Bucketed, Curriculum, KFold, Subset, Weighted
-from tests.models import Points, Regression, make_trainer
-from tests.versions import weights_only
+from tests.support.models import Points, Regression, make_trainer
+from tests.support.versions import weights_only
 
 NUM_ROWS = 61
 NUM_SHARDS = 4
