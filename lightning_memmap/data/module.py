@@ -28,7 +28,6 @@ from lightning_memmap.data.convert.loader_source import (
 )
 from lightning_memmap.data.convert.loader_tree import LoadersModule
 from lightning_memmap.data.convert.training_sets import TrainingSets
-from lightning_memmap.data.known_stores import KnownStores
 from lightning_memmap.data.loaders import make_loader
 from lightning_memmap.data.option_attributes import OptionAttributes
 from lightning_memmap.data.options import OPTIONS, DataOptions, reject_loader_options
@@ -40,7 +39,7 @@ from lightning_memmap.data.reports import (
 )
 from lightning_memmap.data.resume import Resume, renew_where_epochs_differ
 from lightning_memmap.data.set_up import SetUp
-from lightning_memmap.data.split_stores import SplitStores
+from lightning_memmap.data.split_stores import SplitStores, StoreOrigin
 from lightning_memmap.data.splits import SPLITS, SPLITS_OF_STAGE, has_several, name_datasets
 from lightning_memmap.errors import nearest
 from lightning_memmap.loading.batches import BatchLoader
@@ -237,7 +236,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         super().__init__()
         self.options = DataOptions(**{name: arguments[name] for name in OPTIONS})
         self._set_up: SetUp | None = None
-        self._known_stores = KnownStores()
+        self._known_stores = dict[str, StoreOrigin]()
         self._has_warned = False
         self._train_loader: SuperBatchLoader | None = None
         #: The state that was loaded from a checkpoint, until the next training loader uses it.
@@ -275,7 +274,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
                 raise TypeError(f"{name}: not an option of a data module{nearest(name, OPTIONS)}")
         other = copy.copy(self)
         other.options = replace(self.options, **changes)
-        other._known_stores = self._known_stores.copy()
+        other._known_stores = {**self._known_stores}
         other._builds = []
         if self._source is not None:
             other._source = self._source.choosing(changes)

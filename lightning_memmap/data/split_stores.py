@@ -7,9 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from operator import length_hint
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from lightning_memmap.data.known_stores import KnownStores, StoreOrigin
 from lightning_memmap.data.members import find_fold, find_member
 from lightning_memmap.data.options import DataOptions
 from lightning_memmap.data.splits import has_several, name_argument, name_datasets
@@ -37,6 +36,15 @@ from lightning_memmap.store.request import BuildRequest
 from lightning_memmap.store.sources.stream import is_stream
 
 
+class StoreOrigin(NamedTuple):
+    """The dataset and options that a store was built from, and the build that it holds."""
+
+    dataset: Any
+    num_shards: int | None
+    fingerprint: str | None
+    generation: str
+
+
 @dataclass(frozen=True)
 class SplitStores:
     """The stores of the splits of one data module."""
@@ -44,8 +52,9 @@ class SplitStores:
     options: DataOptions
     #: The Trainer's strategy, or None. It may know the member that this process trains.
     strategy: Any
-    #: The stores that need no further check. Building and opening adds to them.
-    known_stores: KnownStores
+    #: The stores that were built or recognized, so that they need no further check, by split.
+    #: Building and opening adds to them.
+    known_stores: dict[str, StoreOrigin]
     #: Whether builds and fetches show progress bars.
     progress: bool = True
 
@@ -146,7 +155,7 @@ class SplitStores:
         path = self.directory / split
         with suppress(MemmapError):
             store = open_store(path)
-            if self.known_stores.has(split, self._origin(split, store)):
+            if self._is_known(split, store):
                 if not is_stream(dataset):
                     # It may have been changed in place.
                     self._check(split, store)
@@ -191,7 +200,7 @@ class SplitStores:
         for split, task in builds.items():
             with split_in_errors(split):
                 store = build(task, overwrite=self.options.overwrite)
-            self.known_stores.add(split, self._origin(split, store))
+            self.known_stores[split] = self._origin(split, store)
 
     def open(self, splits: Iterable[str]) -> dict[str, Store]:
         """Open the stores of some splits. Splits without rows are missing in the result."""
@@ -229,7 +238,7 @@ class SplitStores:
         dataset = self.datasets[split]
         meanwhile = self.options.build == "while_training"
         if meanwhile and isinstance(path, Path) and (growing := open_growing(path)) is not None:
-            self.known_stores.add(split, self._origin(split, growing))
+            self.known_stores[split] = self._origin(split, growing)
             return growing
         try:
             store = (
@@ -252,7 +261,7 @@ class SplitStores:
                 f" {name_argument(split)}. A subclass that overrides it must call"
                 " super().prepare_data()"
             ) from None
-        if dataset is not None and not self.known_stores.has(split, self._origin(split, store)):
+        if dataset is not None and not self._is_known(split, store):
             self._check(split, store)
         return store
 
@@ -317,6 +326,12 @@ class SplitStores:
             f"the {split} split is not set up: call setup() first. A subclass that overrides it"
             " must call super().setup(stage)"
         )
+
+    def _is_known(self, split: str, store: Store) -> bool:
+        """Return whether a store holds the last known build of the same dataset object."""
+        known = self.known_stores.get(split)
+        origin = self._origin(split, store)
+        return known is not None and known.dataset is origin.dataset and known[1:] == origin[1:]
 
     def _origin(self, split: str, store: Store) -> StoreOrigin:
         """Return the dataset and options that a split's store depends on, and its build."""

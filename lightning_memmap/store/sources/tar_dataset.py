@@ -1,4 +1,4 @@
-"""Samples in tar files, as WebDataset writes them."""
+"""Datasets of the samples in tar files that WebDataset has written."""
 
 import io
 import json
@@ -22,50 +22,52 @@ from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.sources.tar_index import (
     TarIndices,
     check_size,
-    grouped,
+    group_members,
     iterate_members,
     make_truncated_error,
 )
 
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
-#: The most tar files that a pattern in braces stands for.
+#: The most tar files that a pattern in braces may name.
 _MAX_TARS = 2**20
 #: A scan of more bytes than this shows its progress.
 _SHOWN_BYTES = 2**31
-#: How compressed files begin: gzip, bzip2, xz, zstd.
+#: The first bytes of compressed files: gzip, bzip2, xz, zstd.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 _IMAGES = ("jpg", "jpeg", "png", "webp", "ppm", "pgm")
 _PICKLES = ("pyd", "pickle", "pkl", "pth", "pt")
 
 
 class _TarSamples:
-    """The arguments and the samples of both datasets of tar files."""
+    """Samples in tar files; see `TarDataset`. Subclasses find the members of each sample."""
 
     def __init__(
         self,
         tars: str | Path | list[str | Path],
-        fields: dict[str, str] | None,
-        mode: str | None,
-        size: int | tuple[int, int] | None,
+        fields: dict[str, str] | None = None,
+        mode: str | None = None,
+        size: int | tuple[int, int] | None = None,
     ) -> None:
         patterns = [tars] if isinstance(tars, (str, Path)) else list(tars)
-        self.tars = [str(path) for pattern in patterns for path in _paths(str(pattern))]
+        self.tars = [str(path) for pattern in patterns for path in _find_paths(str(pattern))]
         if not self.tars:
-            raise ValueError(f"tars={tars!r}: there are none: pass at least one")
+            raise ValueError(f"tars={tars!r} is empty: pass at least one")
         self.sizes = [Path(path).stat().st_size for path in self.tars]
         self.fields = None if fields is None else dict(fields)
         self.mode = mode
         self.size = parse_decoding(mode, size)
 
-    def _is_wanted(self, ending: str) -> bool:
-        """Tell whether members of an ending are read."""
+    def _is_used(self, ending: str) -> bool:
+        """Return whether members with an ending are part of a sample."""
         return self.fields is None or any(
             ending in endings.split(";") for endings in self.fields.values()
         )
 
-    def _sample(self, tar: str, key: str, members: Mapping[str, bytes]) -> dict[str, Any]:
+    def _make_sample(self, tar: str, key: str, members: Mapping[str, bytes]) -> dict[str, Any]:
         if self.fields is None:
-            decoded = {ending: self._value(tar, key, ending, members[ending]) for ending in members}
+            decoded = {
+                ending: self._decode(tar, key, ending, members[ending]) for ending in members
+            }
             return {"__key__": key, **decoded}
         sample: dict[str, Any] = {}
         for field, endings in self.fields.items():
@@ -78,10 +80,10 @@ class _TarSamples:
                     f"{tar}: the sample {key!r} has {len(present)} members {endings!r} for the"
                     f" field {field!r}, and each sample must have one"
                 )
-            sample[field] = self._value(tar, key, present[0], members[present[0]])
+            sample[field] = self._decode(tar, key, present[0], members[present[0]])
         return sample
 
-    def _value(self, tar: str, key: str, ending: str, data: bytes) -> Any:
+    def _decode(self, tar: str, key: str, ending: str, data: bytes) -> Any:
         kind = ending.rpartition(".")[2]
         where = f"{tar}: '{key}.{ending}'"
         if kind in _PICKLES:
@@ -108,14 +110,14 @@ class TarDataset(_TarSamples, Dataset[dict[str, Any]]):
 
     - ``cls``, ``cls2``, ``class``, ``index``, ``inx``, ``id``, ``count``: an int
     - ``txt``, ``text``, ``transcript``: a str, from UTF-8
-    - ``json``, ``jsn``: what the JSON says
+    - ``json``, ``jsn``: the value that the JSON encodes
     - ``npy``: a numpy array
     - ``jpg``, ``jpeg``, ``png``, ``webp``, ``ppm``, ``pgm``: bytes, or with ``mode`` a uint8 tensor
       of shape (channels, height, width)
-    - ``pyd``, ``pkl``, ``pickle``, ``pth``, ``pt``: refused, since unpickling can run code
+    - ``pyd``, ``pkl``, ``pickle``, ``pth``, ``pt``: an error, because unpickling can run code
     - others: bytes
 
-    The first use scans the headers of each tar file, and keeps where its members are in a cache:
+    The first use scans the headers of each tar file, and caches the offsets of its members: in
     ``tars`` in the directory that the environment variable ``LIGHTNING_MEMMAP_CACHE`` names, by
     default ``~/.cache/lightning_memmap``. A file whose size or time changes is scanned again.
     Nothing is extracted to the disk. Links, folders and members without an ending are skipped.
@@ -126,19 +128,19 @@ class TarDataset(_TarSamples, Dataset[dict[str, Any]]):
             that match a ``*`` are sorted by name.
         fields: The members of a sample, by field: an ending, or several endings of which each
             sample has one, such as ``{"image": "jpg;png", "label": "cls"}``. ``__key__`` is the
-            key. Other members are not read. By default a sample has its key and all its members.
+            key. Other members are not read. By default, a sample has its key and all its members.
         mode: Decode images in this mode; see `lightning_memmap.schema.Decode`. By default they stay
             encoded.
         size: Size of decoded images; see `lightning_memmap.schema.Decode`.
 
     Attributes:
         tars: The path of each tar file.
-        sizes: The bytes of each tar file: if they change, it is another dataset.
+        sizes: The bytes of each tar file. If they change, it is another dataset.
 
     Raises:
-        FileNotFoundError: A tar file is not there.
-        ValueError: No file fits a pattern, a pattern is wrong, a file is compressed, or an argument
-            is out of range.
+        FileNotFoundError: A tar file does not exist.
+        ValueError: No file matches a pattern, a pattern is invalid, a file is compressed, or an
+            argument is out of range.
     """
 
     def __init__(
@@ -156,15 +158,15 @@ class TarDataset(_TarSamples, Dataset[dict[str, Any]]):
                         f"tars: {tar!r} is compressed, so its members can't be found by their"
                         " offsets: decompress it, or use lightning_memmap.store.TarStream"
                     )
-        # An identity doesn't depend on whether it is there.
+        # The identity of the dataset skips private attributes of this type.
         self._indices: TarIndices | None = None
 
-    def _indexed(self) -> TarIndices:
+    def _get_indices(self) -> TarIndices:
         if self._indices is None:
             num_bytes = sum(self.sizes)
             hidden = num_bytes < _SHOWN_BYTES
             with show_progress("indexing", num_bytes, 1, hidden=hidden) as advance:
-                self._indices = TarIndices.of(tuple(self.tars), advance)
+                self._indices = TarIndices.make(tuple(self.tars), advance)
         return self._indices
 
     def __len__(self) -> int:
@@ -174,40 +176,31 @@ class TarDataset(_TarSamples, Dataset[dict[str, Any]]):
             DatasetError: A tar file is damaged, or has a member twice in a sample. The message
                 names file and member.
         """
-        return self._indexed().num_samples
+        return self._get_indices().num_samples
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         """Read a sample.
 
         Raises:
-            IndexError: The row is outside of the dataset.
-            DatasetError: As for the length; or a member cannot be read or is refused, a sample
-                lacks a field, or the tar file has changed.
+            IndexError: The row is out of range.
+            DatasetError: As for the length; or a member cannot be read or decoded, a sample lacks
+                a field, or the tar file has changed.
         """
         index = operator.index(row)
         count = len(self)
         if not -count <= index < count:
             raise IndexError(f"row {row}: the tar files have {count} samples")
-        tar, key, members = self._indexed().sample(index % count)
-        data = {ending: read() for ending, read in members.items() if self._is_wanted(ending)}
-        return self._sample(tar, key, data)
+        tar, key, members = self._get_indices().sample(index % count)
+        data = {ending: read() for ending, read in members.items() if self._is_used(ending)}
+        return self._make_sample(tar, key, data)
 
 
 class TarStream(_TarSamples, IterableDataset[dict[str, Any]]):
-    """An iterable dataset of the same samples, read from the first member to the last.
+    """An iterable dataset of the samples in tar files, read from the first member to the last.
 
-    It is for tar files that are compressed or hold sparse files. It has the arguments and the
-    samples of `TarDataset`.
+    Use it for tar files that are compressed or hold sparse files. `TarDataset` describes its
+    arguments and samples.
     """
-
-    def __init__(
-        self,
-        tars: str | Path | list[str | Path],
-        fields: dict[str, str] | None = None,
-        mode: str | None = None,
-        size: int | tuple[int, int] | None = None,
-    ) -> None:
-        super().__init__(tars, fields, mode, size)
 
     @override
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -217,21 +210,21 @@ class TarStream(_TarSamples, IterableDataset[dict[str, Any]]):
             The samples, in their order.
 
         Raises:
-            DatasetError: A tar file is damaged, a member cannot be read, is refused, or is there
-                twice in a sample, or a sample lacks a field. The message names file and member.
+            DatasetError: A tar file is damaged, a member cannot be read or decoded, or is in a
+                sample twice, or a sample lacks a field. The message names file and member.
         """
         for tar in self.tars:
             opened: list[tarfile.TarFile] = []
             members = ((member.name, member) for member in iterate_members(tar, "r|*", opened))
 
-            def take(
+            def read(
                 ending: str, member: tarfile.TarInfo, tar: str = tar, opened: Any = opened
             ) -> bytes | None:
-                return _extract(tar, opened[0], member) if self._is_wanted(ending) else None
+                return _read_member(tar, opened[0], member) if self._is_used(ending) else None
 
-            for key, group in grouped(tar, members, take):
+            for key, group in group_members(tar, members, read):
                 by_ending = {ending: data for ending, data in group.items() if data is not None}
-                yield self._sample(tar, key, by_ending)
+                yield self._make_sample(tar, key, by_ending)
 
 
 _READERS: dict[str, Callable[[bytes], Any]] = {
@@ -242,7 +235,7 @@ _READERS: dict[str, Callable[[bytes], Any]] = {
 }
 
 
-def _extract(tar: str, file: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+def _read_member(tar: str, file: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     check_size(tar, member.name, member.size)
     try:
         source = file.extractfile(member)
@@ -255,21 +248,21 @@ def _extract(tar: str, file: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     return data
 
 
-def _paths(pattern: str) -> list[str]:
-    """List the tar files that a pattern stands for."""
+def _find_paths(pattern: str) -> list[str]:
+    """List the tar files that a pattern names."""
     if "://" in pattern or pattern.startswith("pipe:"):
-        raise ValueError(f"tars={pattern!r}: pass files of this machine")
+        raise ValueError(f"tars={pattern!r}: pass files on this machine")
     paths = []
-    for path in _expanded(str(local_path(pattern))):
+    for path in _expand_braces(str(local_path(pattern))):
         matches = sorted(glob(path)) if re.search(r"[*?[]", path) else [path]
         if not matches:
-            raise ValueError(f"tars={pattern!r}: no file fits {path!r}")
+            raise ValueError(f"tars={pattern!r}: no file matches {path!r}")
         paths += matches
     return paths
 
 
-def _expanded(pattern: str) -> list[str]:
-    """Replace the braces of a pattern by each of their choices, as a shell does."""
+def _expand_braces(pattern: str) -> list[str]:
+    """Return a pattern with its braces replaced by each of their choices, as in a shell."""
     match = re.search(r"\{([^{}]*)\}", pattern)
     if match is None:
         return [pattern]
@@ -284,4 +277,4 @@ def _expanded(pattern: str) -> list[str]:
         choices = match[1].split(",")
     before = pattern[: match.start()]
     after = pattern[match.end() :]
-    return [path for choice in choices for path in _expanded(f"{before}{choice}{after}")]
+    return [path for choice in choices for path in _expand_braces(f"{before}{choice}{after}")]

@@ -176,7 +176,7 @@ def test_patterns_stand_for_files_in_order(
 @pytest.mark.parametrize(
     ("pattern", "error", "words"),
     [
-        ("none-*.tar", ValueError, "no file fits"),
+        ("none-*.tar", ValueError, "no file matches"),
         ("ds-{0..3}.tar", FileNotFoundError, "ds-0.tar"),
         ("{a,{b,c}}.tar", ValueError, "tars=.*braces"),
         ([], ValueError, "tars="),
@@ -294,7 +294,7 @@ def test_damaged_tar_file_is_named(tmp_path: Path, kind: Any, where: str) -> Non
         with pytest.raises(ValueError, match=r"a\.tar.*TarStream"):
             kind(path)
         return
-    words = r".*'1\.bin' has 1099511627776 bytes, and at most" if where == "huge" else ""
+    words = r".*'1\.bin' has 1099511627776 bytes: at most" if where == "huge" else ""
     with pytest.raises(DatasetError, match=rf"a\.tar{words}"):
         list(kind(path))
 
