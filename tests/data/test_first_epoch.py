@@ -34,9 +34,7 @@ from lightning_memmap.store.directory import KEY, StoreDirectory
 from lightning_memmap.store.growing import Serving
 from lightning_memmap.store.samples import RandomDatasetError, choose_probe_rows
 from lightning_memmap.store.sources.parquet import RowGroups
-from tests.support.command_line import CommandLine
-from tests.support.datasets import Logged, Replaced, Slow
-from tests.support.distributed.scenarios.first_epoch import (
+from tests.contract.data.test_first_epoch_in_processes import (
     GLOBAL_BATCH,
     ORDERS,
     POINTS,
@@ -45,6 +43,8 @@ from tests.support.distributed.scenarios.first_epoch import (
     assert_none_is_read_twice,
     sets_of,
 )
+from tests.support.command_line import CommandLine
+from tests.support.datasets import Logged, Replaced, Slow
 from tests.support.models import Points, Regression, make_trainer, set_up, weights
 from tests.support.rows import rows_in
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_memmap.strategies import FSDP2Strategy
 from lightning_memmap.strategies.sharding.units import default_units, without_shared
-from tests.support.distributed.scenarios.fsdp2 import Block
+from tests.contract.strategies.test_fsdp2 import Block
 from tests.support.models import make_trainer
 
 

@@ -1,18 +1,148 @@
 """Memory of several processes on one machine: a store is mapped once by each and its pages are
 shared, and a process reads the shards that are its own."""
 
+import gc
 import os
+import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning as L
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.data import Dataset
 
+from lightning_memmap import MemmapDataModule
 from tests.support.distributed.harness import launch
-from tests.support.distributed.scenarios.memory import ROW_BYTES
+from tests.support.models import make_trainer
 
 pytestmark = pytest.mark.slow
+
+
+ROW_BYTES = 64 * 2**10
+#: A page that is there, in the words of /proc/<pid>/pagemap.
+_PRESENT = np.uint64(1 << 63)
+
+
+class Blocks(Dataset[Tensor]):
+    """Row ``i``: 64 KiB of the number ``i``."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, row: int) -> Tensor:
+        return torch.full((ROW_BYTES,), row % 251, dtype=torch.uint8)
+
+
+class Mean(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.weight * batch[:, 0].float().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """One mapping of a file into this process, by /proc/self/smaps.
+
+    Args:
+        start: Its first address.
+        end: The address after its last one.
+        bytes_of: By name (``Rss``, ``Pss``, ``Private_Dirty``, ...), the bytes.
+    """
+
+    start: int
+    end: int
+    bytes_of: dict[str, int]
+
+    def present(self) -> Tensor:
+        """Whether this process has read each page, or had it mapped with one that it read."""
+        size = os.sysconf("SC_PAGE_SIZE")
+        count = (self.end - self.start) // size
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            data = os.pread(file.fileno(), 8 * count, self.start // size * 8)
+        return torch.from_numpy((np.frombuffer(data, np.uint64) & _PRESENT) != 0)
+
+
+def mappings_of(path: Path) -> list[Mapping]:
+    """The mappings of a file into this process."""
+    found: list[Mapping] = []
+    mine = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if head := re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+\s*(.*)", line):
+            mine = head[3] == str(path)
+            if mine:
+                found.append(Mapping(int(head[1], 16), int(head[2], 16), {}))
+        elif mine and (size := re.match(r"(\w+): +(\d+) kB", line)):
+            found[-1].bytes_of[size[1]] = int(size[2]) * 1024
+    return found
+
+
+class Watch(L.Callback):
+    """Looks at the mappings of the training store while all processes train."""
+
+    def __init__(self) -> None:
+        self.trained: list[Mapping] = []
+        self.read_whole: list[Mapping] = []
+        self.present = torch.empty(0)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        store = data.stores["train"]
+        path = store.files / "value.memmap"
+        trainer.strategy.barrier()
+        self.trained = mappings_of(path)
+        self.present = self.trained[0].present()
+        trainer.strategy.barrier()
+        store.tensors[0].sum()
+        trainer.strategy.barrier()
+        self.read_whole = mappings_of(path)
+        trainer.strategy.barrier()
+
+
+def train(out: Path, devices: int, rows: int, num_shards: int) -> dict[str, Any]:
+    """Train for an epoch with each residency on a store of ``rows`` x 64 KiB."""
+    seen = {}
+    for residency in ("device", "mmap"):
+        seen[residency] = train_once(out, devices, rows, num_shards, residency)
+        # The Trainer, its loops and the data module hold each other.
+        gc.collect()
+    return seen
+
+
+def train_once(
+    out: Path, devices: int, rows: int, num_shards: int, residency: str
+) -> dict[str, Any]:
+    data = MemmapDataModule(
+        Blocks(rows),
+        store_dir=out / "stores",
+        batch_size=8,
+        num_shards=num_shards,
+        residency=residency,
+    )
+    watch = Watch()
+    trainer = make_trainer(
+        out, strategy="ddp", devices=devices, callbacks=[watch], limit_val_batches=0
+    )
+    trainer.fit(Mean(), data)
+    return {
+        "trained": [mapping.bytes_of for mapping in watch.trained],
+        "present": watch.present,
+        "read whole": [mapping.bytes_of for mapping in watch.read_whole],
+    }
+
 
 ROWS, SHARDS, PROCESSES = 1024, 8, 2
 STORE_BYTES = ROWS * ROW_BYTES
@@ -23,7 +153,7 @@ AROUND_BYTES = 2 * 2**20
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps and pagemap")
 def test_ddp_processes_share_pages_and_read_their_own_shards_alone(tmp_path: Path) -> None:
     options = {"devices": PROCESSES, "rows": ROWS, "num_shards": SHARDS}
-    ranks = launch("memory.train", tmp_path, processes=PROCESSES, **options)
+    ranks = launch(train, tmp_path, processes=PROCESSES, **options)
     for rank, seen in enumerate(ranks):
         for residency in ("device", "mmap"):
             assert_own_shards(seen[residency], rank)

@@ -1,6 +1,8 @@
 """The data module under Lightning's own ddp: real processes, the same global batches."""
 
 import json
+import multiprocessing
+import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_memmap import MemmapDataModule
 from tests.support.distributed.harness import (
     expected_batches,
     global_batches,
@@ -15,16 +18,44 @@ from tests.support.distributed.harness import (
     mean_losses,
     sorted_steps,
 )
+from tests.support.models import (
+    Points,
+    Regression,
+    make_trainer,
+    weights,
+)
+from tests.support.training import fit_and_test
 
 GLOBAL_BATCH = 16
-FIT = "training.fit_and_test"
+
+
+def fit_in_children(out: Path, strategy: str, devices: int, rows: int) -> dict[str, Any]:
+    """Train where the Trainer starts the processes itself and brings the weights back."""
+    data = MemmapDataModule(Points(rows), store_dir=out / "stores", batch_size=8)
+    trainer = make_trainer(out, strategy=strategy, devices=devices, max_epochs=2)
+    module = Noting(out)
+    # Processes that are spawned have imported everything, as this one has.
+    multiprocessing.set_executable(sys.executable)
+    trainer.fit(module, data)
+    return {"weights": weights(module), "num_steps": trainer.global_step}
+
+
+class Noting(Regression):
+    """Regression that leaves the rows of each rank in a file: the processes are gone afterwards."""
+
+    def __init__(self, out: Path) -> None:
+        super().__init__()
+        self.out = out
+
+    def on_train_end(self) -> None:
+        (self.out / f"rows{self.global_rank}.json").write_text(json.dumps(self.seen["train"]))
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("one")
     options = {"strategy": "memmap_superbatch", "devices": 2, "batch_size": 8, "rows": 160}
-    return launch(FIT, out, processes=1, **options)[0]
+    return launch(fit_and_test, out, processes=1, **options)[0]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -32,7 +63,7 @@ def test_ddp_has_global_batches_and_weights_of_one_process(
     tmp_path: Path, one_process: dict[str, Any], size: int
 ) -> None:
     options = {"strategy": "ddp", "devices": size, "batch_size": GLOBAL_BATCH // size, "rows": 160}
-    ranks = launch(FIT, tmp_path, processes=size, **options)
+    ranks = launch(fit_and_test, tmp_path, processes=size, **options)
     assert global_batches([r["seen"]["train"] for r in ranks]) == one_process["seen"]["train"]
     expected = mean_losses([one_process])
     torch.testing.assert_close(mean_losses(ranks), expected, rtol=1e-6, atol=1e-6)
@@ -47,7 +78,7 @@ def test_ddp_leaves_out_the_steps_that_one_process_leaves_out(
 ) -> None:
     # The last step of epoch 0, and two of epoch 1.
     options = {"strategy": "ddp", "devices": 2, "batch_size": 8, "rows": 160}
-    ranks = launch(FIT, tmp_path, processes=2, skip_steps=[9, 13, 14], **options)
+    ranks = launch(fit_and_test, tmp_path, processes=2, skip_steps=[9, 13, 14], **options)
     whole = one_process["seen"]["train"]
     kept = [step for step in range(20) if step not in (9, 13, 14)]
     assert global_batches([r["seen"]["train"] for r in ranks]) == [whole[step] for step in kept]
@@ -56,7 +87,7 @@ def test_ddp_leaves_out_the_steps_that_one_process_leaves_out(
 @pytest.mark.parametrize("rows", [151, 149])
 def test_ddp_uneven_rows_each_row_once_and_equal_steps(tmp_path: Path, rows: int) -> None:
     options = {"strategy": "ddp", "devices": 2, "batch_size": 8, "rows": rows}
-    ranks = launch(FIT, tmp_path, processes=2, **options)
+    ranks = launch(fit_and_test, tmp_path, processes=2, **options)
     # Where a step begins at an odd position, rank 1 has its first row: the sets are compared.
     expected = [*expected_batches(rows, GLOBAL_BATCH, 0), *expected_batches(rows, GLOBAL_BATCH, 1)]
     assert sorted_steps([r["seen"]["train"] for r in ranks]) == sorted_steps([expected])
@@ -71,7 +102,7 @@ def test_ddp_two_nodes_by_torchrun_has_global_batches_of_one_process(
     tmp_path: Path, one_process: dict[str, Any]
 ) -> None:
     options = {"strategy": "ddp", "devices": 1, "num_nodes": 2, "batch_size": 8, "rows": 160}
-    ranks = launch(FIT, tmp_path, processes=2, nodes=2, **options)
+    ranks = launch(fit_and_test, tmp_path, processes=2, nodes=2, **options)
     assert global_batches([r["seen"]["train"] for r in ranks]) == one_process["seen"]["train"]
     torch.testing.assert_close(ranks[0]["weights"], one_process["weights"], rtol=0, atol=2e-6)
 
@@ -81,7 +112,7 @@ def test_processes_of_the_trainer_have_global_batches_and_weights_of_one_process
     tmp_path: Path, one_process: dict[str, Any], strategy: str
 ) -> None:
     options = {"strategy": strategy, "devices": 2, "rows": 160}
-    (result,) = launch("training.fit_in_children", tmp_path, processes=1, **options)
+    (result,) = launch(fit_in_children, tmp_path, processes=1, **options)
     seen = [json.loads((tmp_path / f"rows{rank}.json").read_text()) for rank in range(2)]
     assert global_batches(seen) == one_process["seen"]["train"]
     torch.testing.assert_close(result["weights"], one_process["weights"], rtol=0, atol=2e-6)

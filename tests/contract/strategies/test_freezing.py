@@ -5,9 +5,130 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch import Tensor
 
+from lightning_memmap import MemmapDataModule
 from tests.support.distributed.harness import launch
-from tests.support.distributed.scenarios.freezing import CALLBACKS, fit
+from tests.support.models import Points, Regression, make_trainer, weights
+from tests.support.training import make_strategy
+
+ROWS = 51
+
+
+class Normed(Regression):
+    """Has running statistics, and a buffer of a dtype that DDP's backends may not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(1, dtype=torch.int16))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        self.steps += 1 + len(batch["row"]) % 2
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.SGD(trained, lr=0.05, momentum=0.9)
+
+
+class Thaws(BaseFinetuning):
+    """Trains the first layer from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
+class Freezes(Thaws):
+    """Trains the first layer in the first epoch alone."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        pass
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            pl_module.net[0].requires_grad_(False)
+
+
+class ThawsInside(Thaws):
+    """Trains the first layer from the middle of a group of accumulated steps on."""
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        pass
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.current_epoch == 1 and batch_idx == 1:
+            (optimizer,) = trainer.optimizers
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
+class ThawsInStep(Normed):
+    """Thaws its first layer in the middle of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        self.net[0].requires_grad_(True)
+        return super().training_step(batch, batch_idx)
+
+
+def thaw_in_step(out: Path) -> dict[str, Any]:
+    """Train with a module that DDP cannot follow. The error."""
+    data = MemmapDataModule(Points(ROWS), store_dir=out / "stores", batch_size=6, num_shards=4)
+    trainer = make_trainer(out, strategy="memmap_superbatch_ddp", devices=2)
+    try:
+        trainer.fit(ThawsInStep(), data)
+    except ValueError as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
+
+CALLBACKS: dict[str, type[BaseFinetuning]] = {
+    each.__name__: each for each in (Thaws, Freezes, ThawsInside)
+}
+
+
+def fit(
+    out: Path,
+    strategy: str,
+    devices: int,
+    callback: str,
+    strategy_options: dict[str, Any] | None = None,
+    trainer_options: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train for three epochs. The weights of each rank, and those at the start."""
+    data = MemmapDataModule(
+        Points(ROWS), store_dir=out / "stores", batch_size=12 // devices, num_shards=4
+    )
+    made = make_strategy(strategy, strategy_options)
+    trainer = make_trainer(
+        out,
+        strategy=made,
+        devices=devices,
+        max_epochs=3,
+        callbacks=[CALLBACKS[callback]()],
+        **(trainer_options or {}),
+    )
+    module = Normed()
+    begin = weights(module)
+    trainer.fit(module, data)
+    whole: list[Tensor] = [
+        getattr(p, "full_tensor", lambda p=p: p)().detach() for p in module.parameters()
+    ]
+    return {
+        "begin": begin,
+        "weights": torch.cat([value.flatten().float() for value in whole]),
+        "steps": module.steps.item(),
+    }
+
 
 ACCUMULATED = {"ThawsInside": {"accumulate_grad_batches": 2}}
 
@@ -27,7 +148,7 @@ def test_thawed_parameters_train_as_on_one_process(
 ) -> None:
     options = {"trainer_options": ACCUMULATED.get(callback)}
     for rank in launch(
-        "freezing.fit",
+        fit,
         tmp_path,
         processes=2,
         strategy=strategy,
@@ -41,5 +162,5 @@ def test_thawed_parameters_train_as_on_one_process(
 
 
 def test_parameters_that_thaw_inside_a_step_are_rejected(tmp_path: Path) -> None:
-    for rank in launch("freezing.thaw_in_step", tmp_path, processes=2):
+    for rank in launch(thaw_in_step, tmp_path, processes=2):
         assert "net.0.weight, net.0.bias" in rank["error"]

@@ -1,24 +1,154 @@
 """Super-batches inside each process and DDP between them: as one process, tails included."""
 
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.strategies import SuperBatchDDPStrategy
 from tests.support.distributed.harness import launch, mean_losses, sorted_steps
+from tests.support.models import (
+    CombinedData,
+    Points,
+    Regression,
+    TwoOptimizers,
+    make_trainer,
+    weights,
+)
+from tests.support.training import fit_and_test, make_strategy
 
-FIT = "training.fit_and_test"
 #: The last two steps of an epoch have 12 and 11 rows, which neither 2 nor 4 processes divide.
 ROWS = 151
+
+
+def fit_compiled(out: Path, rows: int, toggles: bool) -> dict[str, Any]:
+    """Train a module as it is, and compiled. Weights and logged values of both."""
+    found = {}
+    for name in ("plain", "compiled"):
+        torch.manual_seed(0)
+        module = TwoOptimizers() if toggles else Regression()
+        strategy = SuperBatchDDPStrategy(find_unused_parameters=toggles)
+        data = MemmapDataModule(Points(rows), store_dir=out / "stores", batch_size=4)
+        trainer = make_trainer(out, strategy=strategy, devices=2, max_epochs=2, precision="64-true")
+        target: Any = torch.compile(module, backend="eager") if name == "compiled" else module
+        trainer.fit(target, data)
+        logged = {key: value.item() for key, value in trainer.callback_metrics.items()}
+        found[name] = {"weights": weights(module), "logged": logged, "left": "log" in vars(module)}
+    return found
+
+
+class ReadAhead:
+    """A loader without a length, which Lightning reads one batch ahead."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+
+class ReadAheadData(MemmapDataModule):
+    def train_dataloader(self) -> Any:
+        return ReadAhead(super().train_dataloader())
+
+
+class PairedData(CombinedData):
+    """Sets of other lengths, so that one ends with an uneven step where the other one goes on."""
+
+    sets: ClassVar = {"long": Points(ROWS), "short": Points(44, offset=1000)}
+
+
+class Paired(Regression):
+    """Learns from a batch of each loader, or takes the batches itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = [self.step(part, name) for name, part in batch.items() if part is not None]
+        return sum(losses) / len(losses)
+
+
+class ByIterator(Regression):
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Any:
+        batch, _, _ = next(dataloader_iter)
+        return self.step(batch, "train")
+
+
+def fit_wrapped(
+    out: Path, kind: str, strategy: str, strategy_options: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Train for an epoch from loaders that reach the Trainer in another form than they are made."""
+    options: dict[str, Any] = {"batch_size": 8, "num_shards": 4, "store_dir": out / "stores"}
+    module: Regression = Regression()
+    data: Any
+    if kind == "read ahead":
+        data = ReadAheadData(Points(ROWS), **options)
+    elif kind == "iterator":
+        data, module = MemmapDataModule(Points(ROWS), **options), ByIterator()
+    else:
+        drop_last = kind == "paired, whole steps"
+        data, module = PairedData(out, "max_size_cycle", 8, drop_last=drop_last), Paired()
+    precision: Any = "64-true" if kind == "read ahead" else "32-true"
+    trainer = make_trainer(
+        out,
+        strategy=make_strategy(strategy, strategy_options),
+        devices=2,
+        max_epochs=1,
+        precision=precision,
+        limit_val_batches=0,
+    )
+    try:
+        trainer.fit(module, data)
+    except ValueError as error:
+        return {"error": str(error)}
+    return {"weights": weights(module)}
+
+
+class Counting(Regression):
+    """Adds up what each process sees, in buffers of a dtype that NCCL knows, and of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("known", torch.zeros(1, dtype=torch.int32))
+        self.register_buffer("unknown", torch.zeros(1, dtype=torch.int16))
+        self.register_buffer("assigned", torch.zeros(1, dtype=torch.int16))
+        self.register_buffer("expanded", torch.ones(1, dtype=torch.int16).expand(4))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        seen = int(batch["row"].sum()) % 100
+        for buffer in (self.known, self.unknown):
+            buffer += seen
+        self.assigned = self.assigned + seen
+        return self.step(batch, "train")
+
+
+def count_up(out: Path, strategy: str, devices: int) -> dict[str, Any]:
+    """Train for an epoch. What was counted, in each buffer."""
+    module = Counting()
+    data = MemmapDataModule(Points(60), store_dir=out / "stores", batch_size=4)
+    make_trainer(out, strategy=strategy, devices=devices).fit(module, data)
+    buffers = module.known, module.unknown, module.assigned
+    return {"counts": [buffer.item() for buffer in buffers]}
+
+
+def leave_parameters_out(out: Path, strategy: str) -> dict[str, Any]:
+    """Train where each step uses some of the parameters. The error that it ends with."""
+    data = MemmapDataModule(Points(60), store_dir=out / "stores", batch_size=4)
+    try:
+        make_trainer(out, strategy=strategy, devices=2).fit(TwoOptimizers(), data)
+    except RuntimeError as error:
+        return {"error": str(error)}
+    return {}
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("one")
     options = {"strategy": "memmap_superbatch", "devices": 4, "batch_size": 4, "rows": ROWS}
-    return launch(FIT, out, processes=1, **options)[0]
+    return launch(fit_and_test, out, processes=1, **options)[0]
 
 
 def assert_as_one_process(ranks: list[dict[str, Any]], one_process: dict[str, Any]) -> None:
@@ -47,7 +177,9 @@ def test_groups_of_devices_are_processes_and_train_as_one(
         "batch_size": 4,
         "rows": ROWS,
     }
-    assert_as_one_process(launch(FIT, tmp_path, processes=processes, **options), one_process)
+    assert_as_one_process(
+        launch(fit_and_test, tmp_path, processes=processes, **options), one_process
+    )
 
 
 def test_two_nodes_by_torchrun_train_as_one(tmp_path: Path, one_process: dict[str, Any]) -> None:
@@ -59,11 +191,10 @@ def test_two_nodes_by_torchrun_train_as_one(tmp_path: Path, one_process: dict[st
         "batch_size": 4,
         "rows": ROWS,
     }
-    ranks = launch(FIT, tmp_path, processes=2, nodes=2, **options)
+    ranks = launch(fit_and_test, tmp_path, processes=2, nodes=2, **options)
     assert_as_one_process(ranks, one_process)
 
 
-WRAPPED = "training.fit_wrapped"
 BY_TWO = {"strategy": "memmap_superbatch_ddp"}
 
 
@@ -72,30 +203,30 @@ def test_weight_of_uneven_steps_travels_with_their_batches(tmp_path: Path, kind:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     options = {"kind": kind, "strategy": "memmap_superbatch"}
-    (expected,) = launch(WRAPPED, tmp_path / "one", processes=1, **options)
-    for rank in launch(WRAPPED, tmp_path / "two", processes=2, kind=kind, **BY_TWO):
+    (expected,) = launch(fit_wrapped, tmp_path / "one", processes=1, **options)
+    for rank in launch(fit_wrapped, tmp_path / "two", processes=2, kind=kind, **BY_TWO):
         torch.testing.assert_close(rank["weights"], expected["weights"], rtol=0, atol=2e-6)
 
 
 def test_batches_of_other_weights_in_one_step_are_refused(tmp_path: Path) -> None:
-    for rank in launch(WRAPPED, tmp_path, processes=2, kind="paired", **BY_TWO):
+    for rank in launch(fit_wrapped, tmp_path, processes=2, kind="paired", **BY_TWO):
         assert "drop_last=True" in rank["error"]
 
 
 def test_buffers_of_all_dtypes_are_those_of_the_first_process_in_each_step(tmp_path: Path) -> None:
-    for rank in launch("training.count_up", tmp_path, processes=2, devices=2, **BY_TWO):
+    for rank in launch(count_up, tmp_path, processes=2, devices=2, **BY_TWO):
         assert min(rank["counts"]) == max(rank["counts"]) > 0
 
 
 def test_parameters_that_a_step_does_not_use_are_told_with_the_strategy(tmp_path: Path) -> None:
-    for rank in launch("training.leave_parameters_out", tmp_path, processes=2, **BY_TWO):
+    for rank in launch(leave_parameters_out, tmp_path, processes=2, **BY_TWO):
         assert "SuperBatchDDPStrategy(find_unused_parameters=True)" in rank["error"]
 
 
 @pytest.mark.parametrize("toggles", [False, True], ids=["logs", "toggles optimizers"])
 def test_compiled_module_trains_and_logs_as_it_is(tmp_path: Path, toggles: bool) -> None:
     options = {"rows": ROWS, "toggles": toggles}
-    for rank in launch("training.fit_compiled", tmp_path, processes=2, **options):
+    for rank in launch(fit_compiled, tmp_path, processes=2, **options):
         compiled, plain = rank["compiled"], rank["plain"]
         torch.testing.assert_close(compiled["weights"], plain["weights"], rtol=0, atol=1e-12)
         assert compiled["logged"] == pytest.approx(plain["logged"], abs=1e-6)

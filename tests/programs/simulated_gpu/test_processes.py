@@ -12,9 +12,10 @@ import torch
 
 from tests.contract.strategies import test_contract_in_processes as contract
 from tests.contract.strategies.cases import DEVICES, REFERENCE, contracts_in
+from tests.contract.strategies.test_contract_in_processes import run
+from tests.contract.strategies.test_gpus import pipelines
 from tests.support.distributed.harness import launch
 from tests.support.distributed.reports import Reports
-from tests.support.distributed.scenarios.contract import run
 from tests.support.models import Regression
 
 #: The others differ in what Lightning does in Python, or are of one process.
@@ -45,7 +46,7 @@ def strategy(
     out = tmp_path_factory.mktemp(request.param)
     options = {"cases": CASES, "resumed": RESUMED}
     options |= {"name": request.param, "others": str(reference.out)}
-    ranks = launch("contract.run", out, processes=DEVICES, accelerator="gpu", **options)
+    ranks = launch(contract.run, out, processes=DEVICES, accelerator="gpu", **options)
     return Reports(out, ranks, Regression)
 
 
@@ -71,7 +72,7 @@ def test_nothing_is_used_too_early(strategy: Reports) -> None:
 
 
 def test_pipelines_wait_for_nothing_and_gather_tensor_by_tensor(tmp_path: Path) -> None:
-    ranks = launch("on_gpus.pipelines", tmp_path, processes=2, accelerator="gpu")
+    ranks = launch(pipelines, tmp_path, processes=2, accelerator="gpu")
     checkpoint = torch.load(tmp_path / "staged.ckpt", map_location="cpu")
     # Of both stages.
     saved = checkpoint["optimizer_states"][0]["state"]

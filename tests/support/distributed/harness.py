@@ -1,17 +1,19 @@
-"""Starts real processes that run a scenario, waits for all, and reads what each rank wrote.
+"""Calls functions in real processes, waits for all, and reads what each rank returned.
 
-A scenario is a function ``name(out, **options) -> dict`` in `tests.support.distributed.scenarios`.
-Every rank calls it; what it returns is what the test sees of that rank. The processes are started
-by the Trainer, which runs the program again for each device, or by ``torchrun``, one for each
-node.
+A function stands beside the test that calls it. `in_processes` makes a test of which each process
+runs the body; `launch` calls a function of ``(out, **options)`` and returns the dictionary of each
+rank. Either way, the processes are started by the Trainer, which runs the program again for each
+device, or by ``torchrun``, one for each node, and have imported torch already.
 """
 
 import fcntl
-import json
+import functools
 import os
+import pickle
 import signal
 import socket
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -42,8 +44,26 @@ class Outcome:
     report: str
 
 
+def in_processes(processes: int, **launching: Any) -> Callable[[Callable[..., None]], Any]:
+    """Make a test of which each process runs the body, with the values of its fixtures.
+
+    Args:
+        processes: As for `launch`. The body must create Trainers for this number.
+        launching: Other options of `launch`.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(tmp_path: Path, **fixtures: Any) -> None:
+            launch(body, tmp_path, processes=processes, **launching, **fixtures)
+
+        return test
+
+    return decorate
+
+
 def launch(
-    scenario: str,
+    function: Callable[..., Any],
     out: Path,
     *,
     processes: int,
@@ -52,19 +72,19 @@ def launch(
     accelerator: str | None = None,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """Run a scenario in several processes, and return what each rank returned, by rank.
+    """Call a function in several processes, and return what each rank returned, by rank.
 
     Args:
-        scenario: ``module.function`` in `tests.support.distributed.scenarios`.
+        function: A function of a module, which each process imports.
         out: Empty directory for logs and results.
-        processes: Processes over all nodes. The scenario must create Trainers for as many.
+        processes: Processes over all nodes. The function must create Trainers for this number.
         nodes: 0 lets the Trainer start the processes. Otherwise as many ``torchrun`` do.
         timeout_s: After this long all are killed and the test fails.
         accelerator: Of the Trainers of `tests.support.models.make_trainer`; by default as here.
-        options: Given to the scenario; they must be JSON.
+        options: Passed to the function; they are pickled.
     """
     outcome = launch_any(
-        scenario,
+        function,
         out,
         processes=processes,
         nodes=nodes,
@@ -82,7 +102,7 @@ def launch(
 
 
 def launch_any(
-    scenario: str,
+    function: Callable[..., Any],
     out: Path,
     *,
     processes: int,
@@ -92,13 +112,15 @@ def launch_any(
     to_the_last: bool = False,
     **options: Any,
 ) -> Outcome:
-    """Run a scenario that may fail; see `launch`.
+    """Call a function that may fail; see `launch`.
 
     Args:
         to_the_last: Wait also for the processes that the programs have started, which may live
             longer. Otherwise they are killed.
     """
-    program = ["-m", "tests.support.distributed.run", scenario, str(out), json.dumps(options)]
+    name = f"{function.__module__}:{function.__qualname__}"
+    (out / "options.pickle").write_bytes(pickle.dumps(options))
+    program = ["-m", "tests.support.distributed.run", name, str(out)]
     port = free_port()
     if nodes:
         launcher = [

@@ -1,13 +1,13 @@
 """What each process of a distributed test runs: ``python -m tests.support.distributed.run``.
 
-Arguments: the scenario, the directory for results, and the scenario's options as JSON. Writes what
-the scenario returned to ``<out>/rank<r>.pt``, and with it the number of processes.
+Arguments: the function as ``module:name``, and the directory for results, which has its options.
+Writes what the function returned to ``<out>/rank<r>.pt``, and with it the number of processes.
 """
 
 import importlib
-import json
 import logging
 import os
+import pickle
 import sys
 import warnings
 from pathlib import Path
@@ -20,17 +20,17 @@ from lightning_memmap.strategies.members.processes import MEMBER_VARIABLE
 from tests.support.installed import remember_entry_points
 
 
-def main(scenario: str, out: Path, options: str) -> None:
-    """Run one scenario in this process."""
+def main(name: str, out: Path) -> None:
+    """Call one function in this process."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     remember_entry_points()
-    module, _, name = scenario.rpartition(".")
-    function = getattr(
-        importlib.import_module(f"tests.support.distributed.scenarios.{module}"), name
-    )
-    result = function(out, **json.loads(options))
+    module, _, attribute = name.partition(":")
+    function = getattr(importlib.import_module(module), attribute)
+    options = pickle.loads((out / "options.pickle").read_bytes())
+    # The body of a test is what `in_processes` wraps.
+    result = getattr(function, "__wrapped__", function)(out, **options) or {}
     is_distributed = dist.is_available() and dist.is_initialized()
     # Independent members have no process group.
     rank = dist.get_rank() if is_distributed else int(os.environ.get(MEMBER_VARIABLE, "0"))
@@ -48,4 +48,4 @@ def main(scenario: str, out: Path, options: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -30,6 +30,7 @@ _MODULES = (
     "lightning.pytorch.cli",
     "lightning_memmap.callbacks",
     "lightning_memmap.cli",
+    "pytest",
     "rich.console",
     # Lightning imports it where it saves a checkpoint.
     "s3fs",
