@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
-from tests.support.distributed.harness import launch
+from tests.support.distributed.harness import in_processes
 from tests.support.models import Points, Regression, make_trainer, weights
 from tests.support.training import make_strategy
 
@@ -80,17 +80,6 @@ class ThawsInStep(Normed):
         return super().training_step(batch, batch_idx)
 
 
-def thaw_in_step(out: Path) -> dict[str, Any]:
-    """Train with a module that DDP cannot follow. The error."""
-    data = MemmapDataModule(Points(ROWS), store_dir=out / "stores", batch_size=6, num_shards=4)
-    trainer = make_trainer(out, strategy="memmap_superbatch_ddp", devices=2)
-    try:
-        trainer.fit(ThawsInStep(), data)
-    except ValueError as error:
-        return {"error": str(error)}
-    return {"error": ""}
-
-
 CALLBACKS: dict[str, type[BaseFinetuning]] = {
     each.__name__: each for each in (Thaws, Freezes, ThawsInside)
 }
@@ -143,24 +132,19 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("callback", CALLBACKS)
 @pytest.mark.parametrize("strategy", ["memmap_superbatch_ddp", "memmap_fsdp2"])
+@in_processes(2)
 def test_thawed_parameters_train_as_on_one_process(
     tmp_path: Path, one: dict[str, dict[str, Any]], strategy: str, callback: str
 ) -> None:
-    options = {"trainer_options": ACCUMULATED.get(callback)}
-    for rank in launch(
-        fit,
-        tmp_path,
-        processes=2,
-        strategy=strategy,
-        devices=2,
-        callback=callback,
-        **options,
-    ):
-        expected = one[callback]["weights"]
-        torch.testing.assert_close(rank["weights"], expected, rtol=0, atol=2e-6)
-        assert not torch.allclose(expected, one[callback]["begin"], rtol=0, atol=1e-2)
+    found = fit(tmp_path, strategy, 2, callback, trainer_options=ACCUMULATED.get(callback))
+    expected = one[callback]["weights"]
+    torch.testing.assert_close(found["weights"], expected, rtol=0, atol=2e-6)
+    assert not torch.allclose(expected, one[callback]["begin"], rtol=0, atol=1e-2)
 
 
+@in_processes(2)
 def test_parameters_that_thaw_inside_a_step_are_rejected(tmp_path: Path) -> None:
-    for rank in launch(thaw_in_step, tmp_path, processes=2):
-        assert "net.0.weight, net.0.bias" in rank["error"]
+    data = MemmapDataModule(Points(ROWS), store_dir=tmp_path / "stores", batch_size=6, num_shards=4)
+    trainer = make_trainer(tmp_path, strategy="memmap_superbatch_ddp", devices=2)
+    with pytest.raises(ValueError, match=r"net\.0\.weight, net\.0\.bias"):
+        trainer.fit(ThawsInStep(), data)

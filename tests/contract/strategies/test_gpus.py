@@ -6,6 +6,7 @@ The strategies of this pack run the contract of `test_contract_in_processes` on 
 import os
 import pickle
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from tests.compare.runs import STEPS, check_runs_parity, result_of
 from tests.contract.strategies import test_tensor_parallel as tensor_parallel
 from tests.contract.strategies.cases import DEVICES
 from tests.contract.strategies.test_tensor_parallel import fit_and_resume
-from tests.support.distributed.harness import launch
+from tests.support.distributed.harness import in_processes, launch
 from tests.support.models import IS_SIMULATED, Points, Regression, make_trainer
 from tests.support.versions import weights_only
 
@@ -182,25 +183,6 @@ class Short(Regression):
         return self.net[2:](self.checked(*self.numbered(self.net[:2](x))))
 
 
-def short(out: Path) -> dict[str, Any]:
-    """Trains with tensors of 16 bits, and predicts them."""
-    found = {}
-    for name, strategy in (
-        ("ddp", SuperBatchDDPStrategy()),
-        ("fsdp2", FSDP2Strategy()),
-        ("stages", PipelineStrategy()),
-        ("pipelines", PipelineStrategy(data_parallel_size=2)),
-    ):
-        trainer, data = make(out, strategy)
-        data.predict_dataset = Points(8)
-        module = Short()
-        trainer.fit(module, data)
-        predicted = trainer.predict(module, data)
-        table = None if name == "stages" else module.net[0].table.cpu()
-        found[name] = (table, [batch["y"].dtype for batch in predicted])
-    return found
-
-
 class Staged(Wide):
     def stages(self) -> list[nn.Module]:
         return [self.net[:1], self.net[1:]]
@@ -260,9 +242,22 @@ def test_offloading_keeps_the_state_of_optimizers_in_host_memory(tmp_path: Path)
         assert rank["resumed"] == 0
 
 
-def test_tensors_of_16_bits_are_sent(tmp_path: Path) -> None:
-    for rank in launch(short, tmp_path, processes=2, accelerator="gpu"):
-        for name in ("ddp", "fsdp2", "pipelines", "stages"):
-            table, dtypes = rank[name]
-            assert table is None or table.tolist() == list(range(7))
-            assert set(dtypes) == {torch.int16}
+@pytest.mark.parametrize(
+    ("make_strategy", "has_table"),
+    [
+        (SuperBatchDDPStrategy, True),
+        (FSDP2Strategy, True),
+        # Each process has some of the stages.
+        (PipelineStrategy, False),
+        (partial(PipelineStrategy, data_parallel_size=2), True),
+    ],
+    ids=["superbatch_ddp", "fsdp2", "pipeline", "two pipelines"],
+)
+@in_processes(2, accelerator="gpu")
+def test_tensors_of_16_bits_are_sent(tmp_path: Path, make_strategy: Any, has_table: bool) -> None:
+    trainer, data = make(tmp_path, make_strategy())
+    data.predict_dataset = Points(8)
+    module = Short()
+    trainer.fit(module, data)
+    assert {batch["y"].dtype for batch in trainer.predict(module, data)} == {torch.int16}
+    assert not has_table or module.net[0].table.tolist() == list(range(7))

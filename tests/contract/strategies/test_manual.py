@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memmap import MemmapDataModule
-from tests.support.distributed.harness import launch
+from tests.support.distributed.harness import in_processes
 from tests.support.models import Points, Regression, make_trainer
 from tests.support.training import make_strategy
 
@@ -130,19 +130,11 @@ def assert_as_one(found: dict[str, Any], one: dict[str, Any]) -> None:
         ("memmap_superbatch_ddp", {"find_unused_parameters": True}),
     ],
 )
+@in_processes(2)
 def test_toggled_optimizers_train_as_on_one_process(
     tmp_path: Path, one: dict[str, Any], strategy: str, options: dict[str, Any] | None
 ) -> None:
-    for rank in launch(
-        fit,
-        tmp_path,
-        processes=2,
-        strategy=strategy,
-        devices=2,
-        kinds=KINDS,
-        strategy_options=options,
-    ):
-        assert_as_one(rank, one)
+    assert_as_one(fit(tmp_path, strategy, 2, KINDS, options), one)
 
 
 @pytest.mark.parametrize("strategy", ["memmap_superbatch", "memmap_model_parallel"])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.strategies import SuperBatchDDPStrategy
-from tests.support.distributed.harness import launch, mean_losses, sorted_steps
+from tests.support.distributed.harness import in_processes, launch, mean_losses, sorted_steps
 from tests.support.models import (
     CombinedData,
     Points,
@@ -24,22 +24,6 @@ from tests.support.training import fit_and_test, make_strategy
 
 #: The last two steps of an epoch have 12 and 11 rows, which neither 2 nor 4 processes divide.
 ROWS = 151
-
-
-def fit_compiled(out: Path, rows: int, toggles: bool) -> dict[str, Any]:
-    """Train a module as it is, and compiled. Weights and logged values of both."""
-    found = {}
-    for name in ("plain", "compiled"):
-        torch.manual_seed(0)
-        module = TwoOptimizers() if toggles else Regression()
-        strategy = SuperBatchDDPStrategy(find_unused_parameters=toggles)
-        data = MemmapDataModule(Points(rows), store_dir=out / "stores", batch_size=4)
-        trainer = make_trainer(out, strategy=strategy, devices=2, max_epochs=2, precision="64-true")
-        target: Any = torch.compile(module, backend="eager") if name == "compiled" else module
-        trainer.fit(target, data)
-        logged = {key: value.item() for key, value in trainer.callback_metrics.items()}
-        found[name] = {"weights": weights(module), "logged": logged, "left": "log" in vars(module)}
-    return found
 
 
 class ReadAhead:
@@ -125,25 +109,6 @@ class Counting(Regression):
         return self.step(batch, "train")
 
 
-def count_up(out: Path, strategy: str, devices: int) -> dict[str, Any]:
-    """Train for an epoch. What was counted, in each buffer."""
-    module = Counting()
-    data = MemmapDataModule(Points(60), store_dir=out / "stores", batch_size=4)
-    make_trainer(out, strategy=strategy, devices=devices).fit(module, data)
-    buffers = module.known, module.unknown, module.assigned
-    return {"counts": [buffer.item() for buffer in buffers]}
-
-
-def leave_parameters_out(out: Path, strategy: str) -> dict[str, Any]:
-    """Train where each step uses some of the parameters. The error that it ends with."""
-    data = MemmapDataModule(Points(60), store_dir=out / "stores", batch_size=4)
-    try:
-        make_trainer(out, strategy=strategy, devices=2).fit(TwoOptimizers(), data)
-    except RuntimeError as error:
-        return {"error": str(error)}
-    return {}
-
-
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("one")
@@ -213,22 +178,39 @@ def test_batches_of_other_weights_in_one_step_are_refused(tmp_path: Path) -> Non
         assert "drop_last=True" in rank["error"]
 
 
+@in_processes(2)
 def test_buffers_of_all_dtypes_are_those_of_the_first_process_in_each_step(tmp_path: Path) -> None:
-    for rank in launch(count_up, tmp_path, processes=2, devices=2, **BY_TWO):
-        assert min(rank["counts"]) == max(rank["counts"]) > 0
+    module = Counting()
+    data = MemmapDataModule(Points(60), store_dir=tmp_path / "stores", batch_size=4)
+    make_trainer(tmp_path, devices=2, **BY_TWO).fit(module, data)
+    (count,) = {buffer.item() for buffer in (module.known, module.unknown, module.assigned)}
+    assert count > 0
 
 
-def test_parameters_that_a_step_does_not_use_are_told_with_the_strategy(tmp_path: Path) -> None:
-    for rank in launch(leave_parameters_out, tmp_path, processes=2, **BY_TWO):
-        assert "SuperBatchDDPStrategy(find_unused_parameters=True)" in rank["error"]
+@in_processes(2)
+def test_parameters_that_a_step_does_not_use_raise_an_error_with_the_option(tmp_path: Path) -> None:
+    data = MemmapDataModule(Points(60), store_dir=tmp_path / "stores", batch_size=4)
+    with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
+        make_trainer(tmp_path, devices=2, **BY_TWO).fit(TwoOptimizers(), data)
 
 
 @pytest.mark.parametrize("toggles", [False, True], ids=["logs", "toggles optimizers"])
+@in_processes(2)
 def test_compiled_module_trains_and_logs_as_it_is(tmp_path: Path, toggles: bool) -> None:
-    options = {"rows": ROWS, "toggles": toggles}
-    for rank in launch(fit_compiled, tmp_path, processes=2, **options):
-        compiled, plain = rank["compiled"], rank["plain"]
-        torch.testing.assert_close(compiled["weights"], plain["weights"], rtol=0, atol=1e-12)
-        assert compiled["logged"] == pytest.approx(plain["logged"], abs=1e-6)
-        assert compiled["logged"].keys() >= {"train_loss"}
-        assert not compiled["left"]
+    found = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        module = TwoOptimizers() if toggles else Regression()
+        strategy = SuperBatchDDPStrategy(find_unused_parameters=toggles)
+        data = MemmapDataModule(Points(ROWS), store_dir=tmp_path / "stores", batch_size=4)
+        options = {"strategy": strategy, "max_epochs": 2, "precision": "64-true"}
+        trainer = make_trainer(tmp_path, devices=2, **options)
+        target: Any = torch.compile(module, backend="eager") if is_compiled else module
+        trainer.fit(target, data)
+        assert "log" not in vars(module)
+        logged = {key: value.item() for key, value in trainer.callback_metrics.items()}
+        found.append((weights(module), logged))
+    (plain, plain_logged), (compiled, compiled_logged) = found
+    torch.testing.assert_close(compiled, plain, rtol=0, atol=1e-12)
+    assert compiled_logged == pytest.approx(plain_logged, abs=1e-6)
+    assert compiled_logged.keys() >= {"train_loss"}
