@@ -1,17 +1,725 @@
-"""Options of `FSDP2Strategy` that do not fit, and the units that it chooses."""
+"""FSDP2 of modules of several units: its options, what each process holds, and one result."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import lightning as L
 import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins import Precision
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.tensor import DTensor
+from torchmetrics import MeanSquaredError
 
+from lightning_memmap import MemmapDataModule
 from lightning_memmap.strategies import FSDP2Strategy
 from lightning_memmap.strategies.sharding.units import default_units, without_shared
-from tests.contract.strategies.test_fsdp2 import Block
-from tests.support.models import make_trainer
+from tests.support.distributed.harness import launch, sorted_steps
+from tests.support.models import ByLbfgs, Penalised, Points, Regression, TwoOptimizers, make_trainer
+from tests.support.versions import EMAWeightAveraging, weights_only
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+]
+
+# The resumed runs save nothing.
+
+
+ROWS = 63
+GLOBAL_BATCH = 12
+WIDTH = 32
+SEED = 11
+
+
+class Block(nn.Module):
+    """A layer with a norm, a residual connection and a table that is no parameter.
+
+    Attributes:
+        calls: Times that its forward ran.
+        dtypes: Dtypes of its weight and its table while it ran.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.register_buffer("table", torch.empty(WIDTH))
+        self.reset_parameters()
+        self.calls = 0
+        self.dtypes: set[tuple[torch.dtype, torch.dtype]] = set()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.table.copy_(torch.linspace(0, 0.3, WIDTH, device=self.table.device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.dtypes.add((self.up.weight.dtype, self.table.dtype))
+        return x + self.down(torch.tanh(self.up(self.norm(x) + self.table)))
+
+
+class Deep(Regression):
+    """Three blocks between run_two linear layers.
+
+    Args:
+        tied: The second block has a parameter of the first. One of the third has its memory in
+            another order, and a buffer has one value for many.
+    """
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.build()
+        if tied:
+            self.blocks[1].up.weight = self.blocks[0].up.weight
+            weight = self.blocks[2].up.weight.detach()
+            self.blocks[2].up.weight = nn.Parameter(weight.t().contiguous().t())
+            self.register_buffer("spread", torch.ones(1).expand(WIDTH), persistent=False)
+        self.losses: list[float] = []
+        self.step_dtypes: dict[str, torch.dtype] = {}
+        self.sizes: dict[str, int] = {}
+
+    def build(self) -> None:
+        torch.manual_seed(SEED)
+        self.net = nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net[0](x)
+        for block in self.blocks:
+            x = block(x)
+        return self.net[2](x)
+
+    def setup(self, stage: str) -> None:
+        # Values of modules on the meta device are drawn after this.
+        torch.manual_seed(SEED)
+
+    def step(self, batch: Any, stage: str) -> Tensor:
+        self.seen.setdefault(stage, []).append(batch["row"].tolist())
+        # Through the module itself, in a step that is one of its forward passes already.
+        y = self(batch["x"])
+        loss = nn.functional.mse_loss(y, batch["y"])
+        self.step_dtypes = {
+            "x": batch["x"].dtype,
+            "row": batch["row"].dtype,
+            "y": y.dtype,
+            "loss": loss.dtype,
+        }
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        # Adam would divide by the smallest of gradients, and so make rounding rejections large.
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+
+    def on_train_start(self) -> None:
+        parameters = list(self.parameters())
+        self.sizes = {
+            "local": sum(p.to_local().numel() for p in parameters if isinstance(p, DTensor)),
+            "whole": sum(p.numel() for p in parameters),
+        }
+
+
+class Configured(Deep):
+    """Makes its layers in configure_model, as a module that is too large for one process does."""
+
+    def build(self) -> None:
+        self.blocks = nn.ModuleList()
+
+    def configure_model(self) -> None:
+        if not self.blocks:
+            with torch.device("meta"):
+                super().build()
+
+
+class Normed(Regression):
+    """Batch norm, the statistics of which are those of one process's rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+
+
+class Counting(Regression):
+    """Weighs its loss by what each process has counted, in buffers of run_two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int16))
+        self.register_buffer("rows", torch.zeros(1, dtype=torch.float64))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.steps += 1
+        self.rows = 0.9 * self.rows + batch["row"].sum()
+        return self.step(batch, "train") * (1 + 10 / self.rows.float()).sum()
+
+    def on_validation_epoch_start(self) -> None:
+        self.batches = torch.zeros(())
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.batches += 1
+        # What is gathered in it could not be trained later.
+        assert not torch.is_inference_mode_enabled()
+        super().validation_step(batch, batch_idx)
+
+
+class Momentum(Regression):
+    """An optimizer with parameters in another order than the module's, and one without a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        self.manual_backward(self.step(batch, "train"))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        weights = [self.net[2].weight, self.net[0].weight]
+        biases = [self.net[2].bias, self.net[0].bias]
+        return [torch.optim.SGD(biases, lr=0.05), torch.optim.Adam(weights, lr=0.02)]
+
+
+class Late(Momentum):
+    """Has a layer that is used only from the fifth batch on: until then one optimizer has no state
+    for it, and another one none at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.Linear(8, 1)
+        with torch.no_grad():
+            for parameter in self.late.parameters():
+                parameter.fill_(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        # Two optimizers step in each.
+        return y if self.global_step < 8 else y + self.late(x)
+
+    def configure_optimizers(self) -> Any:
+        first = [*self.net.parameters(), self.late.bias]
+        return [torch.optim.Adam(first, lr=0.02), torch.optim.Adam([self.late.weight], lr=0.02)]
+
+
+class Measured(Momentum):
+    """Has a metric as a child, in manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = MeanSquaredError()
+
+    def step(self, batch: Any, stage: str) -> Tensor:
+        self.error(self(batch["x"]), batch["y"])
+        self.log("error", self.error, on_step=False, on_epoch=True)
+        return super().step(batch, stage)
+
+
+class Lbfgs(ByLbfgs, Deep):
+    pass
+
+
+class PenalisedDeep(Penalised, Deep):
+    pass
+
+
+def make_data(out: Path, processes: int) -> MemmapDataModule:
+    batch_size = GLOBAL_BATCH // processes
+    return MemmapDataModule(Points(ROWS), store_dir=out / "stores", batch_size=batch_size)
+
+
+def fit(
+    out: Path,
+    save: str,
+    make: Callable[[], Any] = Deep,
+    processes: int = 2,
+    checkpoint: Path | None = None,
+    trainer_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Train run_two epochs, save ``<save>.ckpt``, and return the module."""
+    strategy: Any = FSDP2Strategy(**options) if processes > 1 else "auto"
+    trainer = make_trainer(
+        out,
+        strategy=strategy,
+        devices=processes,
+        max_epochs=2,
+        limit_val_batches=0,
+        **(trainer_options or {}),
+    )
+    module = make()
+    trainer.fit(
+        module,
+        make_data(out, processes),
+        ckpt_path=checkpoint,
+        **weights_only(checkpoint and False),
+    )
+    trainer.save_checkpoint(out / f"{save}.ckpt")
+    return module
+
+
+def make_report(module: Any) -> dict[str, Any]:
+    return {
+        "sizes": module.sizes,
+        "calls": [block.calls for block in module.blocks],
+        "dtypes": [block.dtypes for block in module.blocks],
+        "step": module.step_dtypes,
+        "losses": module.losses,
+        "seen": module.seen,
+        "class": [type(each).__name__ for each in (module, *module.blocks, module.net[0])],
+    }
+
+
+def save_first(out: Path, name: str) -> ModelCheckpoint:
+    """Saves after the steps 4 and 8, of epochs of five."""
+    return ModelCheckpoint(out / name, "{step}", every_n_train_steps=4, save_top_k=-1)
+
+
+def run_two(out: Path) -> dict[str, Any]:
+    """All that run_two processes are asked."""
+    blocks = {"wrap_classes": ["Block"]}
+    found: dict[str, Any] = {
+        "blocks": make_report(fit(out, "blocks", **blocks)),
+        "by size": make_report(fit(out, "by size", min_unit_parameters=4000)),
+        "root": make_report(fit(out, "root")),
+        "resharded": make_report(fit(out, "resharded", reshard_after_forward=True, **blocks)),
+        "recomputed": make_report(fit(out, "recomputed", activation_checkpointing=True, **blocks)),
+        "tied": make_report(fit(out, "tied", lambda: Deep(tied=True), **blocks)),
+    }
+    found |= initialised(out, blocks)
+    found |= mixed(out, blocks)
+    found |= checkpoints(out, blocks)
+    module = fit(out, "first Trainer", **blocks)
+    measured = fit(out, "measured", Measured)
+    found["measured"] = float(measured.trainer.callback_metrics["error"])
+    found["second Trainer"] = make_report(fit(out, "second Trainer", lambda: module, **blocks))
+    found["errors"] = rejections(out, module)
+    found["missing"] = missing_weights(out)
+    return found
+
+
+def missing_weights(out: Path) -> dict[str, Any]:
+    """Validates from a checkpoint in which one layer is missing, strictly and not."""
+    checkpoint = torch.load(out / "blocks.ckpt", weights_only=False)
+    del checkpoint["state_dict"]["net.2.weight"]
+    path = out / f"missing{torch.distributed.get_rank()}.ckpt"
+    torch.save(checkpoint, path)
+    found = {}
+    for strict in (True, False):
+        module = Deep()
+        module.strict_loading = strict
+        strategy = FSDP2Strategy(wrap_classes=["Block"])
+        trainer = make_trainer(out, strategy=strategy, devices=2)
+        data = MemmapDataModule(val_dataset=Points(12), store_dir=out / "stores", batch_size=6)
+        try:
+            trainer.validate(module, data, ckpt_path=path, verbose=False)
+            found[str(strict)] = ""
+        except RuntimeError as error:
+            found[str(strict)] = str(error)
+    return found
+
+
+def initialised(out: Path, blocks: dict[str, Any]) -> dict[str, Any]:
+    def on_meta() -> Deep:
+        with torch.device("meta"):
+            return Deep()
+
+    def by_trainer() -> Deep:
+        trainer = make_trainer(out, strategy=FSDP2Strategy(**blocks), devices=2)
+        with trainer.init_module(empty_init=True):
+            return Deep()
+
+    def unlike() -> Deep:
+        # As without a seed: each process draws its own numbers.
+        module = Deep()
+        rank = torch.distributed.get_rank()
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.data.add_(rank)
+        return module
+
+    return {
+        "meta": make_report(fit(out, "meta", on_meta, **blocks)),
+        "init_module": make_report(fit(out, "init_module", by_trainer, **blocks)),
+        "configured": make_report(fit(out, "configured", Configured, **blocks)),
+        "unlike": make_report(fit(out, "unlike", unlike, replicate_size=2, **blocks)),
+    }
+
+
+def mixed(out: Path, blocks: dict[str, Any]) -> dict[str, Any]:
+    bf16 = {"trainer_options": {"precision": "bf16-mixed"}}
+    found = {
+        "bf16-mixed": make_report(fit(out, "bf16-mixed", **blocks, **bf16)),
+        "bf16-true": make_report(
+            fit(out, "bf16-true", **blocks, trainer_options={"precision": "bf16-true"})
+        ),
+    }
+    normed = fit(out, "normed", Normed, **bf16)
+    found["normed"] = {name: buffer.dtype for name, buffer in normed.named_buffers()}
+    return found
+
+
+def checkpoints(out: Path, blocks: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    sharded = {**blocks, "save_distributed_checkpoint": True}
+    saver = {"callbacks": [save_first(out, "folders")], "enable_checkpointing": True}
+    found["saved"] = make_report(fit(out, "whole folder", trainer_options=saver, **sharded))
+    folder = out / "folders" / "step=4.ckpt"
+    found["is folder"] = folder.is_dir()
+    # A folder is loaded, and a file saved.
+    found["resumed"] = make_report(fit(out, "resumed", checkpoint=folder, **blocks))
+    saver = {"callbacks": [save_first(out, "late folders")], "enable_checkpointing": True}
+    options = {"save_distributed_checkpoint": True}
+    fit(out, "late folder", Late, trainer_options=saver, **options)
+    fit(out, "late", Late)
+    fit(out, "late resumed", Late, checkpoint=out / "late folders" / "step=4.ckpt")
+    for make in (Momentum, TwoOptimizers):
+        name = make.__name__
+        saver = {"callbacks": [save_first(out, name)], "enable_checkpointing": True}
+        fit(out, name, make, trainer_options=saver)
+        fit(out, f"{name} resumed", make, checkpoint=out / name / "step=4.ckpt")
+    for name, options in (("file", {}), ("folder", {"save_distributed_checkpoint": True})):
+        saver = {"callbacks": [save_first(out, name)], "enable_checkpointing": True}
+        fit(out, f"counted, {name}", Counting, trainer_options=saver, **options)
+        checkpoint = out / name / "step=4.ckpt"
+        counted = fit(out, f"counted from {name}", Counting, checkpoint=checkpoint)
+    # As if each had counted other rows last.
+    counted.rows += torch.distributed.get_rank()
+    data = MemmapDataModule(val_dataset=Points(12), store_dir=out / "stores", batch_size=6)
+    counted.trainer.limit_val_batches = 1.0
+    # As with NCCL, of which Lightning evaluates in inference mode.
+    with patch("lightning.pytorch.loops.utilities._distributed_is_initialized", lambda: False):
+        counted.trainer.validate(counted, data, verbose=False)
+    found["counted"] = counted.rows.item()
+    return found
+
+
+def rejections(out: Path, sharded: Deep) -> dict[str, str]:
+    """What is refused when the module is known, on every rank."""
+
+    def by_hand() -> L.LightningModule:
+        module = TwoOptimizers()
+        module.scale = nn.Parameter(torch.ones(1))
+        return module
+
+    def tied_by_hand() -> L.LightningModule:
+        module = Deep(tied=True)
+        module.automatic_optimization = False
+        return module
+
+    def attention() -> L.LightningModule:
+        module = Regression()
+        with torch.device("meta"):
+            module.net = nn.MultiheadAttention(8, 2)
+        return module
+
+    def sparse() -> L.LightningModule:
+        module = Regression()
+        module.net = nn.Sequential(nn.Embedding(8, 2, sparse=True))
+        return module
+
+    swa, ema = StochasticWeightAveraging(0.1), EMAWeightAveraging()
+    cases: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+        "sparse": (sparse, {}),
+        "swa": (Deep, {"trainer_options": {"callbacks": [swa]}}),
+        "ema": (Deep, {"trainer_options": {"callbacks": [ema]}}),
+        "pruning": (Deep, {"trainer_options": {"callbacks": [ModelPruning("l1_unstructured")]}}),
+        "sync_batchnorm": (Normed, {"trainer_options": {"sync_batchnorm": True}}),
+        "lbfgs": (Lbfgs, {}),
+        "penalty": (PenalisedDeep, {"wrap_classes": ["Block"]}),
+        "class": (Deep, {"wrap_classes": ["Block", "Decoder"]}),
+        "recompute": (Deep, {"activation_checkpointing": True}),
+        "own parameter": (by_hand, {}),
+        "tied": (tied_by_hand, {}),
+        "meta": (attention, {}),
+        "mesh": (lambda: sharded, {"replicate_size": 2}),
+    }
+    found = {}
+    for name, (make, options) in cases.items():
+        try:
+            fit(out, "refused", make, **options)
+        except (ValueError, TypeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def run_four(out: Path, folder: str) -> dict[str, Any]:
+    """Two copies, each sharded over run_two processes; and a run resumed from run_two processes."""
+    blocks = {"wrap_classes": ["Block"], "processes": 4}
+    clip = {"gradient_clip_val": 0.1}
+    module = fit(out, "hybrid", replicate_size=2, trainer_options=clip, **blocks)
+    found = {"hybrid": make_report(module), "sampler": module.trainer.distributed_sampler_kwargs}
+    found["grouped"] = make_report(fit(out, "grouped", reshard_after_forward=2, **blocks))
+    resumed = fit(out, "resumed", checkpoint=Path(folder), replicate_size=2, **blocks)
+    found["resumed"] = make_report(resumed)
+    return found
+
+
+#: float32 sums in another order, over ten steps that move weights by about 0.1.
+ATOL = 2e-6
+
+
+class Runs:
+    """What the processes reported, and the files that they wrote."""
+
+    def __init__(self, out: Path, ranks: list[dict[str, Any]]) -> None:
+        self.out = out
+        self.ranks = ranks
+
+    def reports(self, case: str) -> list[Any]:
+        return [rank[case] for rank in self.ranks]
+
+    def state(self, case: str) -> dict[str, torch.Tensor]:
+        path = self.out / f"{case}.ckpt"
+        return torch.load(path, weights_only=True)["state_dict"]  # type: ignore[no-any-return]
+
+    def steps(self, case: str) -> list[list[int]]:
+        return sorted_steps([report["seen"]["train"] for report in self.reports(case)])
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    out = tmp_path_factory.mktemp("one")
+    module = fit(out, "plain", processes=1)
+    plain = {"seen": {"train": [*module.seen["train"]]}}
+    fit(out, "tied", lambda: Deep(tied=True), processes=1)
+    fit(out, "bf16-mixed", processes=1, trainer_options={"precision": "bf16-mixed"})
+    fit(out, "clipped", processes=1, trainer_options={"gradient_clip_val": 0.1})
+    fit(out, "second Trainer", lambda: module, processes=1)
+    for make in (Momentum, TwoOptimizers):
+        fit(out, make.__name__, make, processes=1)
+    return Runs(out, [{"plain": plain}])
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    out = tmp_path_factory.mktemp("two")
+    return Runs(out, launch(run_two, out, processes=2))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory, two: Runs) -> Runs:
+    out = tmp_path_factory.mktemp("four")
+    folder = str(two.out / "folders" / "step=4.ckpt")
+    return Runs(out, launch(run_four, out, processes=4, folder=folder))
+
+
+def assert_as(found: dict[str, Any], expected: dict[str, Any], atol: float = ATOL) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        torch.testing.assert_close(found[name], value, rtol=0, atol=atol)
+
+
+def test_each_process_has_a_shard_of_the_module(two: Runs, four: Runs) -> None:
+    for runs, case in ((two, "blocks"), (four, "hybrid")):
+        sizes = [report["sizes"] for report in runs.reports(case)]
+        # Of four processes two make a copy. The last layer has one row, which one process has.
+        assert sum(size["local"] for size in sizes) == sizes[0]["whole"] * len(sizes) // 2
+        assert max(size["local"] for size in sizes) <= sizes[0]["whole"] / 2 + WIDTH + 1
+
+
+def test_units_are_those_asked_for(two: Runs) -> None:
+    for case, names in (
+        ("blocks", ["FSDPDeep", "FSDPBlock", "FSDPBlock", "FSDPBlock", "Linear"]),
+        ("by size", ["FSDPDeep", "FSDPBlock", "FSDPBlock", "FSDPBlock", "Linear"]),
+        ("root", ["FSDPDeep", "Block", "Block", "Block", "Linear"]),
+        # The outermost has what two blocks share.
+        ("tied", ["FSDPDeep", "Block", "Block", "FSDPBlock", "Linear"]),
+    ):
+        assert two.reports(case)[0]["class"] == names, case
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["blocks", "by size", "root", "resharded", "recomputed", "meta", "init_module", "configured",
+     "unlike", "saved", "resumed"],
+)  # fmt: skip
+def test_training_is_that_of_one_process(two: Runs, one: Runs, case: str) -> None:
+    if case != "saved":
+        assert_as(two.state(case), one.state("plain"))
+    steps = one.steps("plain")
+    assert two.steps(case) == (steps[4:] if case == "resumed" else steps)
+
+
+def test_another_trainer_goes_on_with_the_module(two: Runs, one: Runs) -> None:
+    # Twenty steps.
+    assert_as(two.state("second Trainer"), one.state("second Trainer"), atol=2 * ATOL)
+
+
+def test_shared_parameters_stay_shared(two: Runs, one: Runs) -> None:
+    assert_as(two.state("tied"), one.state("tied"))
+    assert not torch.equal(one.state("tied")["net.0.weight"], one.state("plain")["net.0.weight"])
+
+
+def test_recomputed_units_run_twice(two: Runs) -> None:
+    steps = len(two.steps("blocks"))
+    assert two.reports("blocks")[0]["calls"] == [steps] * 3
+    assert two.reports("recomputed")[0]["calls"] == [2 * steps] * 3
+    assert all(
+        torch.equal(value, two.state("blocks")[name])
+        for name, value in two.state("recomputed").items()
+    )
+
+
+def test_meta_device_begins_as_eager(two: Runs) -> None:
+    for case in ("meta", "init_module", "configured"):
+        for name, value in two.state("blocks").items():
+            assert torch.equal(two.state(case)[name], value), (case, name)
+        assert two.reports(case)[0]["losses"] == two.reports("blocks")[0]["losses"]
+
+
+def test_mixed_precision_casts_units_and_batches(two: Runs, one: Runs) -> None:
+    half, single = torch.bfloat16, torch.float32
+    for case, weight, table, step in (
+        ("blocks", single, single, (single, single, single)),
+        ("bf16-mixed", half, single, (half, half, single)),
+        ("bf16-true", half, half, (half, half, half)),
+    ):
+        for report in two.reports(case):
+            assert report["dtypes"] == [{(weight, table)}] * 3, case
+            found = tuple(report["step"][name] for name in ("x", "y", "loss"))
+            assert found == step, case
+            assert report["step"]["row"] == torch.int64
+    # 8 bits of gradients, of weights that move by about 0.1.
+    assert_as(two.state("bf16-mixed"), one.state("bf16-mixed"), atol=5e-3)
+    assert not torch.allclose(
+        two.state("bf16-mixed")["net.0.weight"], one.state("plain")["net.0.weight"], rtol=0,
+        atol=1e-5,
+    )  # fmt: skip
+    assert two.state("bf16-true")["net.0.weight"].dtype == half
+
+
+def test_mixed_precision_leaves_running_statistics(two: Runs) -> None:
+    for buffers in two.reports("normed"):
+        assert buffers == {
+            "net.1.running_mean": torch.float32,
+            "net.1.running_var": torch.float32,
+            "net.1.num_batches_tracked": torch.int64,
+        }
+    module = Normed.load_from_checkpoint(two.out / "normed.ckpt", **weights_only(True))
+    assert not torch.equal(module.net[1].running_mean, Normed().net[1].running_mean)
+
+
+@pytest.mark.parametrize("make", [Momentum, TwoOptimizers])
+def test_states_of_several_optimizers_resume_here_and_on_one_process(
+    two: Runs, one: Runs, tmp_path: Path, make: Any
+) -> None:
+    name = make.__name__
+    whole = two.state(name)
+    assert_as(whole, one.state(name))
+    for key, value in two.state(f"{name} resumed").items():
+        assert torch.equal(value, whole[key])
+    fit(tmp_path, "alone", make, 1, checkpoint=two.out / name / "step=4.ckpt")
+    assert_as(Runs(tmp_path, []).state("alone"), whole)
+
+
+def test_sharded_checkpoint_becomes_plain_weights(two: Runs, tmp_path: Path) -> None:
+    assert two.reports("is folder") == [True, True]
+    folder = two.out / "folders" / "step=4.ckpt"
+    dcp_to_torch_save(folder, tmp_path / "one.pt")
+    weights = torch.load(tmp_path / "one.pt", weights_only=True)["state_dict"]
+    assert weights.keys() == Deep().state_dict().keys()
+    assert not torch.equal(weights["net.0.weight"], Deep().net[0].weight)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "make"),
+    [
+        ("memmap_superbatch", "folders", Deep),
+        ("memmap_superbatch", "late folders", Late),
+        ("memmap_dp", "folders", Deep),
+    ],
+)
+def test_folder_resumes_in_one_process(
+    two: Runs, tmp_path: Path, strategy: str, name: str, make: Any
+) -> None:
+    def train(checkpoint: Path | None) -> dict[str, Any]:
+        options = {"strategy": strategy, "devices": 2, "max_epochs": 2, "limit_val_batches": 0}
+        trainer = make_trainer(tmp_path, **options)
+        module = make()
+        trainer.fit(module, make_data(tmp_path, 2), ckpt_path=checkpoint, **weights_only(False))
+        return {key: value.cpu() for key, value in module.state_dict().items()}
+
+    assert_as(train(two.out / name / "step=4.ckpt"), train(None))
+
+
+def test_folder_resumes_before_the_first_gradient_of_a_parameter(two: Runs) -> None:
+    whole, resumed = two.state("late"), two.state("late resumed")
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    assert not torch.equal(whole["late.bias"], torch.tensor([0.1]))
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_buffers_are_those_of_the_first_process(two: Runs, kind: str) -> None:
+    resumed = two.state(f"counted from {kind}")
+    # A resumed process begins with those of the checkpoint.
+    for name, value in two.state("counted, file").items():
+        assert torch.equal(resumed[name], value), name
+    assert two.reports("counted") == [resumed["rows"].item()] * 2
+
+
+def test_missing_weights_are_an_error_unless_loading_is_not_strict(two: Runs) -> None:
+    for found in two.reports("missing"):
+        assert 'Missing key(s) in state_dict: "net.2.weight"' in found["True"]
+        assert found["False"] == ""
+
+
+def test_metrics_are_no_units_under_manual_optimization(two: Runs, one: Runs) -> None:
+    assert_as(two.state("measured"), one.state("Momentum"))
+    assert len(set(two.reports("measured"))) == 1
+
+
+def test_copies_of_shards_are_one_process(four: Runs, one: Runs) -> None:
+    assert_as(four.state("hybrid"), one.state("clipped"))
+    assert not torch.allclose(
+        one.state("clipped")["net.0.weight"], one.state("plain")["net.0.weight"], rtol=1e-3
+    )
+    assert four.steps("hybrid") == one.steps("plain")
+    assert four.reports("sampler") == [{"num_replicas": 4, "rank": rank} for rank in range(4)]
+
+
+def test_parameters_kept_in_groups_are_one_process(four: Runs, one: Runs) -> None:
+    assert_as(four.state("grouped"), one.state("plain"))
+    assert four.steps("grouped") == one.steps("plain")
+
+
+def test_sharded_checkpoint_resumes_on_more_processes(four: Runs, one: Runs) -> None:
+    assert_as(four.state("resumed"), one.state("plain"))
+    assert four.steps("resumed") == one.steps("plain")[4:]
+
+
+def test_modules_that_cannot_be_sharded_are_refused(two: Runs) -> None:
+    for errors in two.reports("errors"):
+        for case, *words in (
+            ("class", "wrap_classes=['Block', 'Decoder']", "is a Decoder", "Block, LayerNorm"),
+            ("recompute", "activation_checkpointing=True", "wrap_classes"),
+            ("own parameter", "scale: under manual optimization", "submodule"),
+            ("tied", "blocks.0.up.weight", "manual optimization", "submodule"),
+            ("mesh", "was sharded over", "new module"),
+            ("meta", "MultiheadAttention", "reset_parameters"),
+            ("sparse", "net.0: Embedding with sparse=True", "sparse=False"),
+            ("swa", "StochasticWeightAveraging needs", "memmap_superbatch_ddp"),
+            ("ema", "EMAWeightAveraging needs", "memmap_superbatch_ddp"),
+            ("pruning", "ModelPruning needs", "memmap_superbatch_ddp"),
+            # torch has these layers for GPUs alone.
+            ("sync_batchnorm", "SyncBatchNorm expected input tensor to be on GPU"),
+            ("lbfgs", "LBFGS", "AdamW"),
+            ("penalty", "a term computed from the parameters", "weight_decay"),
+        ):
+            for word in words:
+                assert word in errors[case]
 
 
 class Rounded(Precision):

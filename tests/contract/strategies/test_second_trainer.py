@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 
 from lightning_memmap import MemmapDataModule
-from tests.contract.strategies.test_fsdp2 import fit
+from tests.strategies.test_fsdp2 import fit
 from tests.support.distributed.harness import free_port, in_processes, launch, launch_any
 from tests.support.models import Points, Regression, make_trainer
 from tests.support.traces import changed_by_fit

@@ -657,7 +657,7 @@ _STRATEGIES = [
         "closure_loss = closure_loss * self._loss_scale",
         "pass",
         (
-            "tests/contract/strategies/test_superbatch_ddp.py",
+            "tests/strategies/test_superbatch_ddp.py",
             "tests/contract/strategies/test_accumulating.py",
         ),
     ),
@@ -735,7 +735,7 @@ _STRATEGIES = [
         "            if False:\n",
         (
             "tests/contract/strategies/test_second_trainer.py",
-            "tests/contract/strategies/test_fsdp2.py",
+            "tests/strategies/test_fsdp2.py",
         ),
     ),
     Fault(
@@ -743,21 +743,21 @@ _STRATEGIES = [
         "micro-batches of unequal size have equal weight",
         "* (rows / num_rows)",
         "* (1 / len(row_ranges))",
-        ("tests/contract/strategies/test_pipeline.py",),
+        ("tests/strategies/test_pipeline.py",),
     ),
     Fault(
         "strategies/pipeline.py",
         "gradients are clipped by the norm of one stage",
         'dist.all_reduce(squares, group=self._group_of("pp"))',
         "pass",
-        ("tests/contract/strategies/test_pipeline.py",),
+        ("tests/strategies/test_pipeline.py",),
     ),
     Fault(
         "strategies/members/processes.py",
         "results of an earlier run are read",
         "                path.unlink()\n",
         "                pass\n",
-        ("tests/strategies/test_independent.py", "tests/contract/strategies/test_independent.py"),
+        ("tests/strategies/test_independent.py",),
     ),
 ]
 _COMPARE = [
