@@ -1,10 +1,13 @@
-"""Variants: their names, what they are made of, and why they cannot run."""
+"""Variants and the sections of a config that all of them share."""
 
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from lightning_memmap.compare.config import Variant, all_variants, parse_variants
+from lightning_memmap.compare.config import Variant, all_variants, parse_variants, shared_config
 from lightning_memmap.strategies import STRATEGIES
 
 
@@ -65,3 +68,37 @@ def test_repeated_variant_is_refused(text: str, name: str) -> None:
 def test_misspelt_variant_suggests_the_nearest(text: str, near: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{text!r} is unknown; did you mean {near!r}?")):
         parse_variants(text)
+
+
+def shared(folder: Path, config: object) -> Any:
+    """What variants share of a config."""
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    return shared_config(str(file))
+
+
+def test_shared_config_keeps_what_all_variants_can_have(tmp_path: Path) -> None:
+    config = {
+        "seed_everything": 5,
+        "model": {"class_path": "a.B"},
+        "data": {"class_path": "c.D"},
+        "ckpt_path": None,
+        "trainer": {"precision": "bf16-mixed", "strategy": "ddp", "callbacks": [], "devices": 4},
+    }
+    sections, trainer, left_out = shared(tmp_path, config)
+    assert sections == {name: config[name] for name in ("seed_everything", "model", "data")}
+    assert trainer == {"precision": "bf16-mixed"}
+    assert left_out == ["trainer.strategy", "trainer.callbacks", "trainer.devices", "ckpt_path"]
+    assert shared(tmp_path, {"fit": config})[0] == sections
+
+
+@pytest.mark.parametrize("seed", [True, False, None])
+def test_seed_that_is_no_number_becomes_one(tmp_path: Path, seed: bool | None) -> None:
+    config = {"seed_everything": seed, "model": {"a": 1}, "data": {"b": 1}}
+    assert shared(tmp_path, config)[0]["seed_everything"] == 0
+
+
+@pytest.mark.parametrize("config", [None, [], {"model": {}}, {"model": {"class_path": "a.B"}}])
+def test_config_without_model_or_data_is_refused(tmp_path: Path, config: object) -> None:
+    with pytest.raises(ValueError, match="has no section"):
+        shared(tmp_path, config)

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markupsafe import escape
 
+from lightning_memmap.compare.metrics import TABLES
 from lightning_memmap.compare.parity import Parity
-from lightning_memmap.compare.report import Report, VariantResult
-from tests.compare.reports import make_parity, make_report, make_variant
+from lightning_memmap.compare.report import Report, VariantResult, render_html
+from tests.compare.reports import MODEL, make_parity, make_report, make_variant
 
 WRONG = make_parity(holds=False, problems=["losses differ"])
 
@@ -48,3 +50,52 @@ def test_docs_name_every_field_of_a_report() -> None:
     page = (Path(__file__).parents[2] / "docs" / "compare.md").read_text(encoding="utf-8")
     named = {each.name for kind in (Report, VariantResult, Parity) for each in fields(kind)}
     assert not [name for name in sorted(named) if f"`{name}`" not in page]
+
+
+REPORT = make_report(
+    make_variant("memmap_superbatch", (900.0, 950.0)),
+    make_variant("auto"),
+    make_variant("auto+workers2", (500.0, 700.0)),
+    make_variant("auto+ideal", (1200.0, 1210.0)),
+    make_variant("ddp"),
+    make_variant("fsdp", (), status="refused", reason="needs GPUs", parity=None),
+)
+
+
+def with_problem() -> Report:
+    parity = make_parity(holds=False, problems=("weights differ by 2.0e-01; 1e-03 is allowed",))
+    return make_report(make_variant("auto"), make_variant("ddp", parity=parity))
+
+
+def test_page_has_parity_before_speed_and_every_variant() -> None:
+    page = render_html(REPORT)
+    assert page.index("<h2>Parity with auto</h2>") < page.index("<h2>Speed: the median")
+    for variant in REPORT.variants:
+        assert f"<td>{variant.variant}</td>" in page
+    for title in ("Losses of the check runs", *TABLES.values()):
+        assert (f"<h2>{title}" in page) == (title != TABLES["devices"])
+    # The losses of the first and the last step of the check runs.
+    assert page.count("<td>1</td>") == page.count("<td>0.1</td>") == 5
+    assert "needs GPUs" in page
+
+
+def test_difference_is_marked_before_anything_else() -> None:
+    page = render_html(with_problem())
+    assert "Parity does not hold: ddp" in page
+    assert page.index('class="bad">ddp: weights differ by 2.0e-01') < page.index("<h2>")
+
+
+def test_names_are_no_markup() -> None:
+    hostile = '<script>alert("x")</script>'
+    variant = make_variant("auto", status="failed", reason=hostile)
+    page = render_html(
+        make_report(variant, command=hostile, model={**MODEL, "model_class": hostile})
+    )
+    assert "<script" not in page
+    assert page.count(str(escape(hostile))) == 3
+
+
+@pytest.mark.parametrize("variants", [(), (make_variant("auto", (), status="pending"),)])
+def test_page_of_an_interrupted_report_is_a_page(variants: Any) -> None:
+    report = make_report(*variants, interrupted=True)
+    assert "Interrupted" in render_html(report)

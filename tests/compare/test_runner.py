@@ -1,8 +1,11 @@
 """A comparison as a whole, of runs that never were: what one of them costs the others."""
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from rich.console import Console
@@ -10,9 +13,11 @@ from rich.console import Console
 from lightning_memmap.compare import command, runner
 from lightning_memmap.compare.config import ComparisonOptions, RunSpec
 from lightning_memmap.compare.folder import WEIGHTS
+from lightning_memmap.compare.measure import HAS_TRAINED
 from lightning_memmap.compare.metrics import RankRecord
 from lightning_memmap.compare.report import Report
-from lightning_memmap.compare.runner import Comparison, RunError
+from lightning_memmap.compare.runner import Comparison, RunError, run
+from lightning_memmap.compare.worker import write_error
 from tests.compare.reports import (
     DATA,
     ENVIRONMENT,
@@ -200,3 +205,63 @@ def test_folder_that_links_elsewhere_is_never_emptied(
     with pytest.raises(ValueError, match="out="):
         compare("auto", lambda _: None)
     assert (elsewhere / "auto/check/spec.json").exists()
+
+
+def make_spec(path: Path) -> RunSpec:
+    return RunSpec(
+        kind="timed", config={}, trainer={}, variant="auto", devices=1, global_batch=8,
+        num_shards=24, warmup_steps=1, steps=2, transform_is_random=False,
+        out=str(path / "run"),
+    )  # fmt: skip
+
+
+def children() -> set[int]:
+    """Processes of this one. Others than a run's may be there, such as those of multiprocessing."""
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hangs", [False, True])
+def test_run_that_takes_too_long_is_ended_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    if hangs:
+        (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(1000)")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    before = children()
+    with pytest.raises(RunError, match=r"0\.3 s .*timeout_s") as error:
+        run(make_spec(tmp_path), 0.3)
+    assert not error.value.refused
+    assert children() <= before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("texts", "words", "refused"),
+    [
+        (['{"message": "the reason", "refused": true}', '{"message": "x"}'], "the reason", True),
+        (['{"message": "hal', '{"message": "whole", "refused": false}'], "whole", False),
+    ],
+)
+def test_first_process_that_fails_says_why(
+    tmp_path: Path, texts: list[str], words: str, refused: bool
+) -> None:
+    spec = make_spec(tmp_path)
+    spec.write()
+    for index, each in enumerate(texts):
+        path = tmp_path / "run" / f"error-{index}.json"
+        path.write_text(each)
+        os.utime(path, (index, index))
+    # It has no model, so that it fails at once.
+    with pytest.raises(RunError, match=words) as error:
+        run(spec, 100.0)
+    assert error.value.refused is refused
+
+
+def test_error_is_refused_until_a_step_was_trained(tmp_path: Path) -> None:
+    for refused in (True, False):
+        write_error(tmp_path, ValueError("the reason"))
+        (path,) = tmp_path.glob("error-*.json")
+        content = json.loads(path.read_text())
+        assert content == {"message": "ValueError: the reason", "refused": refused}
+        (tmp_path / HAS_TRAINED).touch()
