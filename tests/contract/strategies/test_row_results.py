@@ -11,11 +11,11 @@ from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.callbacks import RowResults
-from lightning_memmap.errors import MemmapError
+from lightning_memmap.errors import MemmapError, RankMismatchError, StoreError
 from lightning_memmap.ranks import gather_from_ranks
 from lightning_memmap.results import Results, read_row_results
 from lightning_memmap.sampling import RandomSplit, Weighted
-from tests.support.distributed.harness import launch
+from tests.support.distributed.harness import in_processes, launch
 from tests.support.models import Points, Regression, make_trainer
 
 
@@ -96,35 +96,7 @@ def under(
     }
 
 
-def several(out: Path, strategies: dict[str, Any], devices: int) -> dict[str, Any]:
-    """Return the results under several strategies."""
-    return {
-        name: under(out, strategy, devices, name, weighted=name.endswith("weighted"))
-        for name, strategy in strategies.items()
-    }
-
-
-def disagreeing(out: Path) -> dict[str, Any]:
-    """Return the error when a rank has results of another dtype."""
-    trainer = make_trainer(
-        out, strategy="ddp", devices=2, callbacks=[RowResults(out / "train", KEYS)]
-    )
-    data = MemmapDataModule(Points(61), store_dir=out / "stores", batch_size=4, num_shards=4)
-    try:
-        trainer.fit(PerRow(torch.int32), data)
-    except MemmapError as error:
-        return {"error": type(error).__name__, "text": str(error)}
-    return {"error": ""}
-
-
 NUM_ROWS = 61
-#: Strategies of two processes, by name of the case.
-IN_PROCESSES = {
-    "memmap_superbatch_ddp": "memmap_superbatch_ddp",
-    "ddp": "ddp",
-    "ddp weighted": "ddp",
-    "memmap_fsdp2": "memmap_fsdp2",
-}
 
 
 def assert_complete(results: dict[str, Any]) -> None:
@@ -193,21 +165,31 @@ def _losses() -> list[float]:
     return losses
 
 
-def test_row_results_of_two_processes_equal_rows_computed_alone(tmp_path: Path) -> None:
-    ranks = launch(several, tmp_path, processes=2, strategies=IN_PROCESSES, devices=2)
-    for rank in ranks:
-        for name in IN_PROCESSES:
-            assert_complete(rank[name])
-    # A row that is drawn twice has the same value as in one process.
-    alone = under(tmp_path, "memmap_superbatch", 2, "alone", weighted=True)
-    assert ranks[0]["ddp weighted"]["train"]["step"] == alone["train"]["step"]
+@pytest.mark.parametrize("strategy", ["memmap_superbatch_ddp", "ddp", "memmap_fsdp2"])
+@in_processes(2)
+def test_row_results_of_two_processes_equal_rows_computed_alone(
+    tmp_path: Path, strategy: str
+) -> None:
+    assert_complete(under(tmp_path, strategy, 2))
 
 
-def test_row_results_of_other_fields_on_a_rank_are_an_error_on_all(tmp_path: Path) -> None:
-    ranks = launch(disagreeing, tmp_path, processes=2)
-    assert ranks[0]["error"] == "StoreError"
-    assert "step int32" in ranks[0]["text"]
-    assert ranks[1]["error"] == "RankMismatchError"
+def test_row_that_is_drawn_twice_has_the_value_of_one_process(tmp_path: Path) -> None:
+    options = {"strategy": "ddp", "devices": 2, "weighted": True}
+    alone = under(tmp_path, "memmap_superbatch", 2, weighted=True)
+    for rank in launch(under, tmp_path, processes=2, **options):
+        assert_complete(rank)
+        assert rank["train"]["step"] == alone["train"]["step"]
+
+
+@in_processes(2)
+def test_row_results_of_other_fields_on_a_rank_raise_on_all(tmp_path: Path) -> None:
+    callbacks = [RowResults(tmp_path / "train", KEYS)]
+    trainer = make_trainer(tmp_path, strategy="ddp", devices=2, callbacks=callbacks)
+    data = MemmapDataModule(Points(61), store_dir=tmp_path / "stores", batch_size=4, num_shards=4)
+    with pytest.raises(MemmapError) as raised:
+        trainer.fit(PerRow(torch.int32), data)
+    assert type(raised.value) is (StoreError, RankMismatchError)[trainer.global_rank]
+    assert trainer.global_rank or "step int32" in str(raised.value)
 
 
 class ByRow(Regression):
