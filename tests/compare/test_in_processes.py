@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.compare.runs import STEPS, Double, OfItsDevice, check_run, check_runs_parity, result_of
-from tests.support.distributed.harness import launch
 from tests.support.models import Regression
+from tests.support.processes import launch
 
 pytestmark = [
     pytest.mark.slow,

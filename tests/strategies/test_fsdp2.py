@@ -23,8 +23,8 @@ from torchmetrics import MeanSquaredError
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.strategies import FSDP2Strategy
 from lightning_memmap.strategies.sharding.units import default_units, without_shared
-from tests.support.distributed.harness import launch, sorted_steps
 from tests.support.models import ByLbfgs, Penalised, Points, Regression, TwoOptimizers, make_trainer
+from tests.support.processes import launch, sorted_steps
 from tests.support.versions import EMAWeightAveraging, weights_only
 
 pytestmark = [

@@ -29,8 +29,8 @@ from lightning_memmap.strategies import IndependentStrategy, MemberResults, read
 from lightning_memmap.strategies.members.processes import MEMBER_VARIABLE, MemberLauncher
 from lightning_memmap.strategies.members.results import MemberResult, old_results
 from tests.contract.strategies.cases import CASES
-from tests.support.distributed.harness import ROOT, TIMEOUT_S, launch_any
 from tests.support.models import Points, Regression, make_trainer, weights
+from tests.support.processes import ROOT, TIMEOUT_S, launch_any
 from tests.support.traces import changed_by_fit
 from tests.support.versions import weights_only
 

@@ -23,8 +23,6 @@ from torchmetrics import SumMetric
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.strategies import PipelineStrategy
-from tests.support.distributed.harness import in_processes, launch, mean_losses
-from tests.support.distributed.reports import Reports
 from tests.support.models import (
     ByLbfgs,
     LossesByHand,
@@ -34,6 +32,8 @@ from tests.support.models import (
     make_trainer,
     weights,
 )
+from tests.support.processes import in_processes, launch, mean_losses
+from tests.support.reports import Reports
 from tests.support.versions import EMAWeightAveraging
 
 pytestmark = [

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.strategies import SuperBatchDDPStrategy
-from tests.support.distributed.harness import in_processes, launch, mean_losses, sorted_steps
 from tests.support.models import (
     CombinedData,
     Points,
@@ -21,6 +20,7 @@ from tests.support.models import (
     make_trainer,
     weights,
 )
+from tests.support.processes import in_processes, launch, mean_losses, sorted_steps
 from tests.support.training import fit_and_test, make_strategy
 
 pytestmark = [pytest.mark.slow]

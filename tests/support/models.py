@@ -410,7 +410,7 @@ class CombinedData(L.LightningDataModule):
 def make_trainer(path: Path, **options: Any) -> L.Trainer:
     """A Trainer on the CPU that writes nothing but what it is asked to, below ``path``.
 
-    A program that `tests.support.distributed.harness.launch` started may be told another one.
+    A program that `tests.support.processes.launch` started may be told another one.
     """
     defaults: dict[str, Any] = {
         "accelerator": os.environ.get(ACCELERATOR_VARIABLE, "cpu"),

@@ -26,7 +26,6 @@ from torch.utils.data import (
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.sampling import Subset, Weighted
-from tests.support.distributed.harness import in_processes, launch
 from tests.support.models import (
     LONG,
     SHORT,
@@ -36,6 +35,7 @@ from tests.support.models import (
     make_trainer,
     weights,
 )
+from tests.support.processes import in_processes, launch
 from tests.support.versions import weights_only
 
 TRAIN, VAL, OTHER, TEST = Points(63), Points(20, 100), Points(7, 200), Points(25, 300)

@@ -27,9 +27,9 @@ from lightning_memmap.store import push_store, verify_store
 from lightning_memmap.store.remote.cache import DIRECTORY
 from lightning_memmap.store.samples import choose_probe_rows
 from tests.support.datasets import DECODE, EncodedImages, Logged, Ragged
-from tests.support.distributed.harness import ROOT, TIMEOUT_S, launch
 from tests.support.models import Brightness, Points, Regression, Sounds, make_trainer
 from tests.support.preloaded import python
+from tests.support.processes import ROOT, TIMEOUT_S, launch
 
 pytestmark = pytest.mark.slow
 

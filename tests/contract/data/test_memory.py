@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
-from tests.support.distributed.harness import launch
 from tests.support.models import make_trainer
+from tests.support.processes import launch
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.support.distributed.harness import launch
 from tests.support.models import Points, Regression, make_trainer
+from tests.support.processes import launch
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_memmap import MemmapDataModule
-from tests.support.distributed.harness import expected_batches, launch, sorted_steps
 from tests.support.models import Points, Regression, make_trainer, weights
+from tests.support.processes import expected_batches, launch, sorted_steps
 from tests.support.training import make_strategy
 from tests.support.versions import weights_only
 

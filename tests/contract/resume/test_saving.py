@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.strategies import FSDP2Strategy
-from tests.support.distributed.harness import ROOT, TIMEOUT_S, launch, launch_any
 from tests.support.models import Points, Regression, make_trainer
 from tests.support.preloaded import python
+from tests.support.processes import ROOT, TIMEOUT_S, launch, launch_any
 
 
 def trained(out: Path, sharded: bool = True) -> tuple[Trainer, Regression]:

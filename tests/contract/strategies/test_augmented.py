@@ -10,8 +10,8 @@ from torch import Tensor
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.transforms import OnSuperBatch
-from tests.support.distributed.harness import launch
 from tests.support.models import Points, Regression, make_trainer, weights
+from tests.support.processes import launch
 from tests.support.training import make_strategy
 from tests.support.versions import weights_only
 

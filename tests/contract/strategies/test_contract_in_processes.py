@@ -28,9 +28,9 @@ from tests.contract.strategies.cases import (
     make_run,
 )
 from tests.support.datasets import in_dataset_order
-from tests.support.distributed.harness import launch
-from tests.support.distributed.reports import Reports
 from tests.support.models import Regression, Scheduled, weights
+from tests.support.processes import launch
+from tests.support.reports import Reports
 from tests.support.versions import weights_only
 
 # The resumed runs save nothing.

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from lightning_memmap import MemmapDataModule
-from tests.support.distributed.harness import (
-    expected_batches,
-    global_batches,
-    launch,
-    mean_losses,
-    sorted_steps,
-)
 from tests.support.models import (
     Points,
     Regression,
     make_trainer,
     weights,
+)
+from tests.support.processes import (
+    expected_batches,
+    global_batches,
+    launch,
+    mean_losses,
+    sorted_steps,
 )
 from tests.support.training import fit_and_test
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.sampling.schedule import default_block
-from tests.support.distributed.harness import launch
 from tests.support.models import Points, Regression, make_trainer
+from tests.support.processes import launch
 
 
 class Damaged(Points):

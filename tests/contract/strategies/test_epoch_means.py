@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
-from tests.support.distributed.harness import launch
 from tests.support.models import Points, Regression, make_trainer
+from tests.support.processes import launch
 from tests.support.training import make_strategy
 
 #: Neither two nor four processes divide them, nor the rows of their last steps.

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
-from tests.support.distributed.harness import launch_any
 from tests.support.models import Points, Regression, make_trainer
+from tests.support.processes import launch_any
 
 
 class Dying(Regression):

@@ -9,8 +9,8 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
-from tests.support.distributed.harness import in_processes
 from tests.support.models import Points, Regression, make_trainer, weights
+from tests.support.processes import in_processes
 from tests.support.training import make_strategy
 
 ROWS = 51

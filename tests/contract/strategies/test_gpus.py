@@ -28,8 +28,8 @@ from tests.compare.runs import STEPS, check_runs_parity, result_of
 from tests.contract.strategies import test_tensor_parallel as tensor_parallel
 from tests.contract.strategies.cases import DEVICES
 from tests.contract.strategies.test_tensor_parallel import fit_and_resume
-from tests.support.distributed.harness import in_processes, launch
 from tests.support.models import IS_SIMULATED, Points, Regression, make_trainer
+from tests.support.processes import in_processes, launch
 from tests.support.versions import weights_only
 
 pytestmark = [

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memmap import MemmapDataModule
-from tests.support.distributed.harness import in_processes
 from tests.support.models import Points, Regression, make_trainer
+from tests.support.processes import in_processes
 from tests.support.training import make_strategy
 
 ROWS = 58

@@ -27,8 +27,8 @@ from tests.support.datasets import (
     mixed_sets,
     windows_in,
 )
-from tests.support.distributed.harness import launch, sorted_steps
 from tests.support.models import CombinedData, Points, make_trainer, weights
+from tests.support.processes import launch, sorted_steps
 from tests.support.training import make_strategy
 
 EPOCHS = 2

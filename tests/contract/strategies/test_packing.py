@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.sampling import Packed
 from tests.loading.test_packed_weights import Counted
-from tests.support.distributed.harness import launch
 from tests.support.models import make_trainer
+from tests.support.processes import launch
 from tests.support.training import make_strategy
 
 LENGTH, VOCABULARY, LR = 24, 53, 2.0

@@ -22,8 +22,8 @@ from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.writing import TableBuild, TableWriter
 from lightning_memmap.strategies import SuperBatchDDPStrategy
 from tests.support.datasets import in_dataset_order
-from tests.support.distributed.harness import launch, launch_any
 from tests.support.models import Points, Regression, make_trainer
+from tests.support.processes import launch, launch_any
 from tests.support.store.layout import is_empty
 
 

@@ -15,8 +15,8 @@ from lightning_memmap.errors import MemmapError, RankMismatchError, StoreError
 from lightning_memmap.ranks import gather_from_ranks
 from lightning_memmap.results import Results, read_row_results
 from lightning_memmap.sampling import RandomSplit, Weighted
-from tests.support.distributed.harness import in_processes, launch
 from tests.support.models import Points, Regression, make_trainer
+from tests.support.processes import in_processes, launch
 
 
 class PerRow(Regression):

@@ -13,8 +13,8 @@ from lightning.pytorch.plugins import Precision
 
 from lightning_memmap import MemmapDataModule
 from tests.strategies.test_fsdp2 import fit
-from tests.support.distributed.harness import free_port, in_processes, launch, launch_any
 from tests.support.models import Points, Regression, make_trainer
+from tests.support.processes import free_port, in_processes, launch, launch_any
 from tests.support.traces import changed_by_fit
 
 

@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import (
 from torchmetrics import MeanMetric
 
 from lightning_memmap import MemmapDataModule
-from tests.support.distributed.harness import global_batches, launch
 from tests.support.models import Points, Regression, make_trainer, weights
+from tests.support.processes import global_batches, launch
 from tests.support.versions import weights_only
 
 # The resumed runs save nothing.

@@ -28,8 +28,8 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.strategies import FSDP2Strategy
 from tests.programs.reliability.forks import LIMIT_S, Forked, call
 from tests.programs.reliability.outcome import Fault, Outcome
-from tests.support.distributed.harness import free_port
 from tests.support.models import Points
+from tests.support.processes import free_port
 
 #: Parameters of a module, in two layers; and how often it is saved if nobody interrupts it.
 _WIDTH, _NUM_STEPS = 700, 400

@@ -34,7 +34,7 @@ from lightning_memmap.store import open_store, verify_store
 from tests.programs.reliability.dataset import plain, rows_of
 from tests.programs.reliability.forks import Forked, Raised, orphans, wait_for_orphans
 from tests.programs.reliability.outcome import Fault, Outcome
-from tests.support.distributed.harness import free_port
+from tests.support.processes import free_port
 
 NUM_ROWS, NUM_SHARDS, BATCH = 300, 4, 6
 #: How often rows of two sets come, where these are mixed, and their shares of all rows.

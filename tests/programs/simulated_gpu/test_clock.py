@@ -11,8 +11,8 @@ import torch
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.compare.measure import StepClock
 from tests.programs.simulated_gpu import devices
-from tests.support.distributed.harness import launch
 from tests.support.models import Points, Regression, make_trainer
+from tests.support.processes import launch
 
 pytestmark = pytest.mark.gpu
 

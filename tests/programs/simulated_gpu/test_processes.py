@@ -14,9 +14,9 @@ from tests.contract.strategies import test_contract_in_processes as contract
 from tests.contract.strategies.cases import DEVICES, REFERENCE, contracts_in
 from tests.contract.strategies.test_contract_in_processes import run
 from tests.contract.strategies.test_gpus import pipelines
-from tests.support.distributed.harness import launch
-from tests.support.distributed.reports import Reports
 from tests.support.models import Regression
+from tests.support.processes import launch
+from tests.support.reports import Reports
 
 #: The others differ in what Lightning does in Python, or are of one process.
 CASES = ("plain", "accumulation", "clip_norm", "bfloat16", "two_optimizers")

@@ -27,7 +27,7 @@ from tests.support.models import ACCELERATOR_VARIABLE
 from tests.support.preloaded import python
 from tests.support.rows import make_sampler, order_rows
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240
 
 
@@ -120,7 +120,7 @@ def launch_any(
     """
     name = f"{function.__module__}:{function.__qualname__}"
     (out / "options.pickle").write_bytes(pickle.dumps(options))
-    program = ["-m", "tests.support.distributed.run", name, str(out)]
+    program = ["-m", "tests.support.process", name, str(out)]
     port = free_port()
     if nodes:
         launcher = [

@@ -1,4 +1,4 @@
-"""What each process of a distributed test runs: ``python -m tests.support.distributed.run``.
+"""What each process of a distributed test runs: ``python -m tests.support.process``.
 
 Arguments: the function as ``module:name``, and the directory for results, which has its options.
 Writes what the function returned to ``<out>/rank<r>.pt``, and with it the number of processes.

@@ -7,8 +7,8 @@ from typing import Any
 import lightning as L
 import torch
 
-from tests.support.distributed.harness import sorted_steps
 from tests.support.models import weights
+from tests.support.processes import sorted_steps
 from tests.support.versions import weights_only
 
 
