@@ -13,7 +13,7 @@ def read_checkpoint_folder(path: Path, weights_only: bool | None) -> dict[str, A
     from torch.distributed.checkpoint import format_utils, state_dict_loader
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    sharded = dict[str, Any]()
+    sharded: dict[str, Any] = {}
     # Private names, looked up only where such a folder is read.
     planner: Any = vars(format_utils)["_EmptyStateDictLoadPlanner"]()
     load: Any = vars(state_dict_loader)["_load_state_dict"]

@@ -108,7 +108,7 @@ def find_steps(
     """Find the steps of an epoch that have one of these rows, counted over all epochs."""
     schedule = _schedule(data, order, topology)
     unknown = {*names}
-    shard_names = list[str]()
+    shard_names: list[str] = []
     for shard in range(order.pool.num_shards):
         rows = order.pool.rows.names(order.pool.shard_dataset_rows(shard))
         shard_names = [*map(_format_row, rows)] or shard_names

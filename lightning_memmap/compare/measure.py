@@ -121,7 +121,7 @@ def _seconds_between(start: Any, stop: Any) -> float:
 def process_memory() -> dict[str, list[int]]:
     """Measure private and shared bytes of this process and its descendants, by process id."""
     this = psutil.Process()
-    memory = dict[str, list[int]]()
+    memory: dict[str, list[int]] = {}
     for process in (this, *this.children(recursive=True)):
         try:
             sizes = process.memory_full_info()
@@ -166,7 +166,7 @@ def model_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, dict[s
     }
     sizes: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(tensors_by_kind, 0))
     for kind, tensors in tensors_by_kind.items():
-        counted = set[tuple[torch.device, int]]()
+        counted: set[tuple[torch.device, int]] = set()
         for tensor in tensors:
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             for part in dense_parts(local) if isinstance(local, Tensor) else ():

@@ -87,7 +87,7 @@ def train_variant(
     if variant.loader == "ideal":
         _map_loader(trainer.strategy, make_replayed)
     is_check = spec.kind == "check"
-    hashes = list[int]()
+    hashes: list[int] = []
     if is_check:
         _turn_dropout_off(model)
         data = _record_hashes(spec, trainer, data, hashes)

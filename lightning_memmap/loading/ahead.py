@@ -21,7 +21,7 @@ class Ahead(Generic[T]):
     def __init__(self, name: str, num_threads: int) -> None:
         self._name = name
         self._num_threads = num_threads
-        self._queue = deque[tuple[T, Jobs]]()
+        self._queue: deque[tuple[T, Jobs]] = deque()
         self._is_closed = False
         self._start()
 

@@ -48,7 +48,7 @@ class Assembler:
         columns = list(zip(*leaves, strict=True))
         dense = [column for column in columns if not is_variable(column[0])]
         buffers = iter(self._buffers([column[0] for column in dense], num_rows, device))
-        outs = list[Any]()
+        outs: list[Any] = []
         for column in columns:
             if is_variable(column[0]):
                 outs.append(interleave(column, first, num_rows, device))

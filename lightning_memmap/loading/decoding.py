@@ -54,10 +54,10 @@ class Images:
         self, steps: Iterator[Fetched], sampler: Sampler, seed: int = 0
     ) -> Generator[Fetched, None, None]:
         """Yield the steps with decoded images, and append the scales and offsets if wanted."""
-        fields = list[tuple[tuple[int, ...], torch.dtype]]()
+        fields: list[tuple[tuple[int, ...], torch.dtype]] = []
         for decoder in self.decoders.values():
             fields += [(decoder.shape, torch.uint8), ((3,), torch.float32)]
-        memory = list[Callable[[int], Buffers]]()  # One allocator per receiver.
+        memory: list[Callable[[int], Buffers]] = []  # One allocator per receiver.
         # Two steps are decoded ahead.
         with closing(Ahead[_Step]("decode", self.num_threads)) as queue:
             self._queues.add(queue)

@@ -62,7 +62,7 @@ def send_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tenso
     # Each copy has its own stream on the target, so that it does not wait for the other copies. The
     # streams first wait for the last use of memory that they may reuse.
     module = stream_module(device)
-    sent = list[Tensor]()
+    sent: list[Tensor] = []
     streams = [_side_stream(module, device, tensor.device) for tensor in tensors]
     now = module.current_stream(device)
     for tensor, stream in zip(tensors, streams, strict=True):
@@ -80,7 +80,7 @@ class SideStreams:
     def __init__(self, targets: Sequence[torch.device], others: Sequence[torch.device]) -> None:
         #: The devices of prefetched batches.
         self._targets = [*dict.fromkeys(targets)]
-        self._streams = list[tuple[torch.device, Any, Any]]()
+        self._streams: list[tuple[torch.device, Any, Any]] = []
         # The first device is entered last, so that it is the current device inside `entered`.
         for device in reversed(dict.fromkeys([*targets, *others])):
             module = stream_module(device)
@@ -139,7 +139,7 @@ class SideStreams:
 def upload(parts: Iterable[Tensor], target: Tensor) -> None:
     """Fill memory of a device with rows on the CPU, part by part, without waiting for the end."""
     module = stream_module(target.device)
-    copied = deque[Any]()
+    copied: deque[Any] = deque()
     num_done = 0
     max_rows = max(1, _PINNED_BYTES // max(1, target[:1].nbytes))
     for part in parts:

@@ -161,8 +161,8 @@ class Columns:
     def take(self, slots: Tensor, out: Buffers | None = None) -> list[Leaf]:
         """Copy the rows in some slots into one batch; see `Take`."""
         buffers = iter(out or [])
-        leaves = list[Leaf]()
-        indices = dict[Any, Tensor]()
+        leaves: list[Leaf] = []
+        indices: dict[Any, Tensor] = {}
         for column, to_index in self._columns:
             # Ragged rows are looked up on the CPU, without waiting for the device.
             is_ragged = isinstance(column, Ragged)

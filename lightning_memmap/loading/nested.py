@@ -176,7 +176,7 @@ def dense_tensors(leaf: Any, parents: tuple[int, ...] = ()) -> list[Tensor]:
     if id(leaf) in parents or isinstance(leaf, type) or not hasattr(leaf, "__dict__"):
         return []
     # A batch of another library, which an `OnSuperBatch` returned.
-    tensors = list[Tensor]()
+    tensors: list[Tensor] = []
     for _, attribute in named_leaves(vars(leaf)):
         tensors += dense_tensors(attribute, (*parents, id(leaf)))
     return tensors

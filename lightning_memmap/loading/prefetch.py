@@ -92,7 +92,7 @@ def _enqueue_next(
         if super_batch is None:
             return None
         batch = super_batch if device is None else super_batch.to(device)
-        tensors = list[Tensor]()
+        tensors: list[Tensor] = []
         for _, leaf in named_leaves(super_batch.batches if device is None else batch):
             tensors += dense_tensors(leaf)
         return super_batch, batch, tensors, streams.mark(tensors)

@@ -233,7 +233,7 @@ def open_row_files(store: Store, in_steps: Collection[str] = ()) -> list[RowFile
         store: The store.
         in_steps: Fields that are read step by step.
     """
-    row_files = list[RowFile | None]()
+    row_files: list[RowFile | None] = []
     for column in store.manifest.columns:
         is_series = column.field.name in in_steps
         item_bytes = column.field.step_bytes if is_series else column.field.item_bytes

@@ -113,7 +113,7 @@ def load_split(
         store.pending.expect(shards)
     sources: list[RowSource] = []
     source_of_shard = np.full(pool.num_shards, -1, np.int64)
-    groups = dict[tuple[Residency, torch.device], list[int]]()
+    groups: dict[tuple[Residency, torch.device], list[int]] = {}
     for shards_held in placement.held(topology):
         # Rows that are still being written are read from their files.
         residency = shards_held.residency if store.pending is None else Residency.MMAP

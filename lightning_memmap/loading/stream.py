@@ -108,9 +108,9 @@ class StreamMemory:
         #: Rows of one shape, or steps.
         self.items = BlockItems(stream.columns[0][0].name, stream.max_items)
         #: The items of each field whose rows differ in length.
-        self.ragged = list[tuple[ItemRows, BlockItems]]()
-        columns = list[Tensor | Ragged]()
-        to_index = list[ToIndex | None]()
+        self.ragged: list[tuple[ItemRows, BlockItems]] = []
+        columns: list[Tensor | Ragged] = []
+        to_index: list[ToIndex | None] = []
         pairs = zip(stream.columns, stream.files, strict=True)
         for field_index, ((field, rows), file) in enumerate(pairs):
             if series is None and isinstance(rows, ItemRows):
@@ -262,7 +262,7 @@ class _StreamedEpoch:
         assert first >= self._block, "rows must be fetched in the order of their blocks"
         if first == last:
             return self._memory_of(first).take(slots - first * num_slots, out)
-        fetched = list[tuple[Integers, list[Leaf]]]()
+        fetched: list[tuple[Integers, list[Leaf]]] = []
         for block in range(first, last + 1):
             rows = np.flatnonzero(slots.numpy() // num_slots == block)
             leaves = self._memory_of(block).take(slots[rows] - block * num_slots)

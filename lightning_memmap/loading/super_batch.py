@@ -130,7 +130,7 @@ class DeviceCollator(Collator):
         self, leaves: list[Leaves], devices: Sequence[torch.device], seeds: StepSeeds | None
     ) -> list[Any]:
         assert seeds is not None
-        batches = list[Any]()
+        batches: list[Any] = []
         for index, device in enumerate(devices):
             batch = self._collate(leaves.pop(0))
             random = seeds.random_of(index)
@@ -162,7 +162,7 @@ class SuperBatchCollator(Collator):
     def collate(
         self, leaves: list[Leaves], devices: Sequence[torch.device], seeds: StepSeeds | None
     ) -> list[Any]:
-        batches = list[Any]()
+        batches: list[Any] = []
         while leaves:
             batches.append(self._collate(leaves.pop(0)))
         return batches

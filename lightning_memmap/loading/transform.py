@@ -76,7 +76,7 @@ class DeviceTransform:
 
     def __call__(self, batch: Any, seed: int, random: RowRandom | None = None) -> Any:
         """Transform one batch, with all randomness drawn from the seed and for each row."""
-        keywords = dict[str, Any]()
+        keywords: dict[str, Any] = {}
         if self._takes_random and random is not None:
             keywords["random"] = random.restarted(self._device)
         with torch.no_grad(), current(self._device):

@@ -55,7 +55,7 @@ class LayoutCollate:
         """Return the batch of one step."""
         extra_leaves: Iterator[Any] = iter(leaves[len(self._fields) :])
         row_numbers = next(extra_leaves) if self._with_row_numbers else None
-        batch_leaves = list[Any]()
+        batch_leaves: list[Any] = []
         for (name, layout, allocate), leaf in zip(self._fields, leaves, strict=False):
             decode = self._decode.get(name)
             if not isinstance(leaf, VariableRows):
@@ -90,8 +90,8 @@ def _with_masks(
         ValueError: A TensorDict cannot hold a field in its layout.
     """
     keys = [*node.keys]
-    children = list[Node]()
-    masked = set[str]()
+    children: list[Node] = []
+    masked: set[str] = set()
     is_record |= node.kind == "records"
     for index, child in enumerate(node.children):
         changed, names = _with_masks(child, layouts, scaled, is_record)

@@ -300,7 +300,7 @@ class Fetch:
         self._bounds = bounds  # Step ``s`` has the rows ``bounds[s]`` to ``bounds[s + 1]``.
         self._layout: Any = None  # The allocator and padding of the cached items.
         self._padded_widths = bounds  # The widths of each step in this layout.
-        self._item_bounds = list[int]()  # Like `_bounds`, in items of this layout.
+        self._item_bounds: list[int] = []  # Like `_bounds`, in items of this layout.
         #: The steps whose items are cached.
         self._cached_steps = range(0)
         self._cached_items = torch.empty(0)

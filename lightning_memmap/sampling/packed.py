@@ -483,7 +483,7 @@ class Documents:
         """Halve the longest documents of shards that have fewer than ``count``."""
         if (self.counts >= count).all() or self.rows is None or self.starts is None:
             return self
-        parts = list[tuple[Any, ...]]()
+        parts: list[tuple[Any, ...]] = []
         counts = self.counts.copy()
         for shard, start in enumerate(self.shard_starts.tolist()):
             here = slice(start, start + int(counts[shard]))

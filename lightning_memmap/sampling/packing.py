@@ -146,7 +146,7 @@ class Packer:
         """Pack the items of some shards. Other shards don't change the result."""
         items, noise = self.permuted(epoch, shards, attempt)
         starts, sizes = self._windows(shards)
-        packed = list[tuple[NDArray[Any], Integers]]()
+        packed: list[tuple[NDArray[Any], Integers]] = []
         window_packs = np.zeros(len(sizes), np.int64)
         width = int(sizes.max(initial=1))
         step = max(1, min(_MAX_WINDOWS, _MAX_ITEMS // width))

@@ -98,7 +98,7 @@ class BatchSchedule:
     @cached_property
     def stretches(self) -> tuple[ConsecutiveSteps, ...]:
         """The steps between skipped positions."""
-        stretches = list[ConsecutiveSteps]()
+        stretches: list[ConsecutiveSteps] = []
         start = self.start
         for skip_start, skip_stop in self.skipped:
             if skip_start >= self.num_rows or skip_stop <= start:
@@ -213,7 +213,7 @@ def steps_to_skip(value: Any) -> tuple[Span, ...]:
 
 def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
     """Merge ranges into ascending ranges that do not touch."""
-    merged = list[Span]()
+    merged: list[Span] = []
     for start, stop in sorted(spans):
         if merged and start <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(stop, merged[-1][1])
