@@ -15,11 +15,12 @@ from lightning_memmap.errors import SchemaError, with_article
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.placement.topology import find_data_parallel_rank
 from lightning_memmap.results.folder import ResultFolder, Run, digest_of
-from lightning_memmap.results.parts import PartHeader, PartWriter
+from lightning_memmap.results.parts import PartHeader, PartWriter, RowSlots
+from lightning_memmap.results.row_log import logged_rows, take_logged_rows
 from lightning_memmap.schema.fields import Field, dtype_name, field_name
 
 #: Names that `read_row_results` adds.
-_RESERVED = ("seen", "epoch")
+_RESERVED = ("seen", "epoch", "row_number")
 _STAGES = {"train": "training_step", "val": "validation_step", "test": "test_step"}
 #: Steps whose values are written at once. On a GPU, each write waits for the device.
 _PENDING_STEPS = 64
@@ -30,9 +31,11 @@ class RowResults(L.Callback):
     """Stores what each step returns for its rows, such as their losses, by row of the dataset.
 
     ``training_step`` returns a dict with the mean loss and, under each of ``keys``, a tensor of
-    shape (B, ...), whose first dimension is the rows of the batch. Shape and dtype of a row must
-    not change. Row numbers are known from the order, so the batch need not contain them. Read the
-    results with `lightning_memmap.results.read_row_results`.
+    shape (B, ...), whose first dimension is the rows of the batch; or it calls ``self.log_rows`` of
+    `lightning_memmap.results.RowLog`. If documents are packed, there is a value for each document,
+    of shape (B, max_documents, ...) as `Packing.document_means` returns it. Shape and dtype of a
+    row must not change. Row numbers are known from the order, so the batch need not contain them.
+    Read the results with `lightning_memmap.results.read_row_results`.
 
     Each process writes its own rows, without communication in a step. At the end of an epoch rank
     zero merges them into a store with checksums, ``<path>/epoch-000003``, and needs memory for one
@@ -101,6 +104,7 @@ class RowResults(L.Callback):
         self._epoch = 0
         self._fields: tuple[Field, ...] = ()
         self._part: PartWriter | None = None
+        self._slots: RowSlots | None = None
         self._pending: list[tuple[int, list[Tensor]]] = []
         self._pending_bytes = 0
 
@@ -141,6 +145,17 @@ class RowResults(L.Callback):
             self._begin(trainer, trainer.train_dataloader)
 
     @override
+    def on_train_batch_start(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Forget what the last step has logged for its rows."""
+        take_logged_rows(pl_module)
+
+    @override
     def on_train_batch_end(
         self,
         trainer: L.Trainer,
@@ -151,7 +166,7 @@ class RowResults(L.Callback):
     ) -> None:
         """Keep the results of the step, and write those of some steps at once."""
         if self._stage == "train":
-            self._keep(trainer, outputs, batch_idx)
+            self._keep(trainer, pl_module, outputs, batch_idx)
 
     @override
     def on_save_checkpoint(
@@ -173,6 +188,18 @@ class RowResults(L.Callback):
             self._begin(trainer, trainer.val_dataloaders)
 
     @override
+    def on_validation_batch_start(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Forget what the last step has logged for its rows."""
+        take_logged_rows(pl_module)
+
+    @override
     def on_validation_batch_end(
         self,
         trainer: L.Trainer,
@@ -185,7 +212,7 @@ class RowResults(L.Callback):
         """Keep the results of the step, and write those of some steps at once."""
         is_ours = self._stage == "val" and dataloader_idx == self._loader_index
         if is_ours and not trainer.sanity_checking:
-            self._keep(trainer, outputs, batch_idx)
+            self._keep(trainer, pl_module, outputs, batch_idx)
 
     @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -200,6 +227,18 @@ class RowResults(L.Callback):
             self._begin(trainer, trainer.test_dataloaders)
 
     @override
+    def on_test_batch_start(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Forget what the last step has logged for its rows."""
+        take_logged_rows(pl_module)
+
+    @override
     def on_test_batch_end(
         self,
         trainer: L.Trainer,
@@ -211,7 +250,7 @@ class RowResults(L.Callback):
     ) -> None:
         """Keep the results of the step, and write those of some steps at once."""
         if self._stage == "test" and dataloader_idx == self._loader_index:
-            self._keep(trainer, outputs, batch_idx)
+            self._keep(trainer, pl_module, outputs, batch_idx)
 
     @override
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -281,19 +320,19 @@ class RowResults(L.Callback):
             )
         return index, sampler
 
-    def _keep(self, trainer: L.Trainer, outputs: Any, step: int) -> None:
+    def _keep(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, step: int) -> None:
         """Keep the values of a step until some steps are written at once."""
-        if not self._writes or outputs is None:
+        logged = logged_rows(module)
+        returned = outputs if isinstance(outputs, Mapping) else {}
+        # After a training_step that returned None, the outputs are {}.
+        is_skipped = not logged and (outputs is None or (outputs is returned and not returned))
+        if not self._writes or is_skipped:
             return
-        if not isinstance(outputs, Mapping):
-            raise self._lacking(outputs, self.keys[0], step)
         values = []
         for key in self.keys:
-            value = outputs.get(key)
+            value = returned.get(key, logged.get(key))
             if not isinstance(value, Tensor) or not value.ndim:
-                if not outputs:  # training_step returned None.
-                    return
-                raise self._lacking(outputs, key, step)
+                raise self._lacking({**outputs, **logged} if returned else outputs, key, step)
             # A copy: the module may reuse the memory, and a view would keep all of it.
             values.append(value.detach().clone())
         self._pending.append((step, values))
@@ -320,22 +359,32 @@ class RowResults(L.Callback):
         self._pending = []
         self._pending_bytes = 0
         ranges = loader.local_positions([step for step, _ in pending])
-        for (step, values), positions in zip(pending, ranges, strict=True):
-            self._check(step, values, len(positions))
+        rank, size = find_data_parallel_rank(trainer.strategy)
+        if self._part is None:
+            start = loader.start
+            self._slots = RowSlots(loader.order, start.epoch, rank, size)
+        slots = self._slots
+        assert slots is not None
+        pending = [
+            (step, [slots.unpack(value, part) for value in values])
+            for (step, values), part in zip(pending, ranges, strict=True)
+        ]
+        bounds = [(slots.slot(part[0]), slots.slot(part[-1] + 1)) for part in ranges]
+        for (step, values), (start_slot, stop_slot) in zip(pending, bounds, strict=True):
+            self._check(step, values, stop_slot - start_slot)
         if self._part is None:
             self._part = self._open_part(trainer, loader)
         part = self._part
-        size = part.header.size
         first = 0
-        for index, positions in enumerate(ranges):
-            is_last = index + 1 == len(ranges)
-            if not is_last and ranges[index + 1].start == positions[-1] + size:
+        for index in range(len(bounds)):
+            is_last = index + 1 == len(bounds)
+            if not is_last and bounds[index + 1][0] == bounds[index][1]:
                 continue
             run = slice(first, index + 1)
-            num_rows = sum(map(len, ranges[run]))
             columns = zip(*(values for _, values in pending[run]), strict=True)
             joined = [torch.cat(tensors).cpu() for tensors in columns]
-            part.write(ranges[first].start, num_rows, joined)
+            start_slot = bounds[first][0]
+            part.write(start_slot, bounds[index][1] - start_slot, joined)
             first = index + 1
 
     def _check(self, step: int, values: Sequence[Tensor], num_rows: int) -> None:
@@ -416,5 +465,6 @@ class RowResults(L.Callback):
         return ValueError(
             f"RowResults: {_STAGES[self._stage]}, batch {step}: {key!r} must be a tensor of shape"
             f" (B, ...) with a value for each row of the batch, and it returned {found}. Return a"
-            f" dict, such as {{'loss': losses.mean(), 'row_loss': losses}} for keys=['row_loss']"
+            f" dict, such as {{'loss': losses.mean(), 'row_loss': losses}} for keys=['row_loss'],"
+            " or call self.log_rows('row_loss', losses)"
         )

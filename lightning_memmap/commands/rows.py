@@ -4,6 +4,7 @@ import json as json_format
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
+from reprlib import repr as short_repr
 from typing import Any
 
 import lightning as L
@@ -18,13 +19,14 @@ from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.data.splits import SPLITS
 from lightning_memmap.errors import MemmapError, StoreNotFoundError, check_integer
 from lightning_memmap.placement.topology import DataTopology, find_topology
+from lightning_memmap.results.reading import read_latest, read_row_results
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import BatchSchedule, steps_to_skip
 from lightning_memmap.store import Store
 from lightning_memmap.tables import check_page, make_table, render_page, text, write_atomically
 
-_DESCRIPTION = """List the rows of the global batch of any step, device by device. The order of rows
-is computed: no data is loaded."""
+_DESCRIPTION = """List the rows of the global batch of any step, device by device, or the rows with
+the largest results. The order of rows is computed: no data is loaded."""
 #: Options of the Trainer that don't affect rows, and may need packages that aren't installed.
 _IGNORED = ("callbacks", "logger", "plugins", "profiler", "barebones", "fast_dev_run")
 
@@ -35,12 +37,16 @@ class RowsOptions:
 
     Args:
         config: The config of the training, as for ``lightning-memmap fit``. Its datasets are not
-            loaded; the training store must be there.
+            loaded; the training store must be there. With results, only ``show`` needs it.
         epoch: The epoch, counted from 0.
         step: The step of the epoch, counted from 0.
         devices: Data devices of all processes; by default as the config's Trainer has.
         find: Rows as the command lists them, such as ``17,4``: print the steps of the epoch that
             have one of them, as ``skip_steps`` counts them.
+        results: The folder of the results of ``RowResults``: list rows by these instead of a step.
+        sort: The results to sort by, the largest first.
+        ascending: Sort the smallest first.
+        count: The number of rows to list by results.
         json: Print JSON instead of a table.
         show: Write a page with the fields of each row, images too, to this HTML file.
 
@@ -48,15 +54,27 @@ class RowsOptions:
         ValueError: An option is out of range, or two of them exclude each other.
     """
 
-    config: str
+    config: str | None = None
     epoch: int = 0
     step: int = 0
     devices: int | None = None
     find: str | None = None
+    results: str | None = None
+    sort: str | None = None
+    ascending: bool = False
+    count: int = 20
     json: bool = False
     show: str | None = None
 
     def __post_init__(self) -> None:
+        if self.config is None and (self.results is None or self.show is not None):
+            raise ValueError("config: pass the config of the training, which names the store")
+        if (self.results is None) != (self.sort is None):
+            raise ValueError(
+                f"results={self.results!r} with sort={self.sort!r}: pass both, such as --results"
+                " results/run1 --sort loss"
+            )
+        check_integer("count", self.count, 1)
         check_integer("epoch", self.epoch, 0)
         check_integer("step", self.step, 0)
         if self.devices is not None:
@@ -131,23 +149,20 @@ def _schedule(data: MemmapDataModule, order: Sampler, topology: DataTopology) ->
 def rows_command(args: list[str]) -> int:
     """Run the command with these arguments."""
     parser = BriefParser(prog="lightning-memmap rows", description=_DESCRIPTION)
-    parser.add_class_arguments(RowsOptions, as_group=False, skip={"json"})
+    parser.add_class_arguments(RowsOptions, as_group=False, skip={"json", "ascending"})
+    parser.add_argument("--ascending", action="store_true", help="Sort the smallest first.")
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
     try:
         reject_overrides(args)
         options = RowsOptions(**parser.parse_args(args).as_dict())
         if options.show is not None:
             check_page("show", Path(options.show))
+        if options.results is not None:
+            _list_results(options)
+            return 0
         data = _read_data(options)
         topology = _read_topology(options)
-        try:
-            store = data.open_train_store()
-        except StoreNotFoundError as error:
-            raise StoreNotFoundError(
-                f"no store at {data.store_path('train')}. This command loads no dataset: store the"
-                f" dataset first, with `lightning-memmap fit --config {options.config}` or"
-                " `lightning-memmap store build`"
-            ) from error
+        store = _open_store(options, data)
         order = data.train_sampler(store, topology)
         if options.find is not None:
             names = options.find.replace(" ", "").split(",")
@@ -177,6 +192,68 @@ def rows_command(args: list[str]) -> int:
     if options.show is not None:
         console.print(options.show, soft_wrap=True)
     return 0
+
+
+def _open_store(options: RowsOptions, data: MemmapDataModule) -> Store:
+    try:
+        return data.open_train_store()
+    except StoreNotFoundError as error:
+        raise StoreNotFoundError(
+            f"no store at {data.store_path('train')}. This command loads no dataset: store the"
+            f" dataset first, with `lightning-memmap fit --config {options.config}` or"
+            " `lightning-memmap store build`"
+        ) from error
+
+
+def _list_results(options: RowsOptions) -> None:
+    """List the rows with the largest or smallest results."""
+    assert options.results is not None
+    assert options.sort is not None
+    values, is_seen, epoch = read_latest(options.results, options.sort)
+    if values.ndim != 1:
+        raise ValueError(
+            f"sort={options.sort!r}: rows have values of shape {tuple(values.shape[1:])}: sort by"
+            " results with one value for each row"
+        )
+    rows = is_seen.nonzero().flatten()
+    order = values[rows].argsort(descending=not options.ascending, stable=True)
+    rows = rows[order[: options.count]]
+    table = read_row_results(options.results)
+    names = [name for name in table.keys() if name not in ("seen", options.sort)]  # noqa: SIM118
+    entries = [
+        {
+            "row": row,
+            options.sort: values[row].item(),
+            **{name: table[name][row].tolist() for name in names},
+        }
+        for row in rows.tolist()
+    ]
+    if options.json:
+        print(json_format.dumps(entries))
+        return
+    title = f"{options.results}, epoch {epoch}: rows by {options.sort}"
+    lines = [[text(_format_value(value)) for value in entry.values()] for entry in entries]
+    console = Console(markup=False)
+    console.print(title, soft_wrap=True)
+    console.print(make_table(("row", options.sort, *names), lines, ()))
+    if options.show is None:
+        return
+    data = _read_data(options)
+    store = _open_store(options, data)
+    store_rows = data.train_sampler(store, _read_topology(options)).pool.rows.store_rows(
+        rows.numpy()
+    )
+    labels = [
+        ", ".join(f"{name} {_format_value(value)}" for name, value in entry.items())
+        for entry in entries
+    ]
+    samples = [*zip(labels, read_values(store, store_rows.tolist()), strict=True)]
+    _write_section(Path(options.show), Section(title, [store.location], samples))
+    console.print(options.show, soft_wrap=True)
+
+
+def _format_value(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else short_repr(value)
 
 
 def _print_steps(options: RowsOptions, names: list[str], steps: list[int]) -> None:
@@ -211,13 +288,17 @@ def _write_page(path: Path, store: Store, order: Sampler, step: dict[str, Any]) 
     values = read_values(store, order.pool.rows.store_rows(dataset_rows).tolist())
     samples = [*zip(names, values, strict=True)]
     title = f"Epoch {step['epoch']}, step {step['step']}"
+    _write_section(path, Section(title, [_title(order, step), store.location], samples))
+
+
+def _write_section(path: Path, section: Section) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    section = Section(title, [_title(order, step), store.location], samples)
     write_atomically(path, render_page("samples.html", sections=[section]).encode())
 
 
 def _read_data(options: RowsOptions) -> MemmapDataModule:
     """Make the data module of the config, without its datasets."""
+    assert options.config is not None
     config = read_config(options.config, "data")
     arguments = dict(config["data"].get("init_args") or {})
     arguments |= dict.fromkeys(arguments.keys() & {f"{split}_dataset" for split in SPLITS})
@@ -237,6 +318,7 @@ def _read_topology(options: RowsOptions) -> DataTopology:
     """Determine the data devices of all processes."""
     if options.devices is not None:
         return DataTopology((torch.device("cpu"),) * options.devices)
+    assert options.config is not None
     config = read_config(options.config, "data")
     trainer_options = config.get("trainer") or {}
     kept = {name: value for name, value in trainer_options.items() if name not in _IGNORED}

@@ -12,8 +12,9 @@ whose manifest is the commit. Nothing is unpickled.
 
 from lightning_memmap.results.column import Results
 from lightning_memmap.results.reading import read_row_results
+from lightning_memmap.results.row_log import RowLog
 
-__all__ = ["Results", "read_row_results"]
+__all__ = ["Results", "RowLog", "read_row_results"]
 
 
 def __dir__() -> list[str]:

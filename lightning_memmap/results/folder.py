@@ -19,6 +19,7 @@ from lightning_memmap.errors import StoreError
 from lightning_memmap.results.parts import (
     PartHeader,
     PartWriter,
+    RowSlots,
     Written,
     item_type,
     limit_part,
@@ -242,8 +243,7 @@ class ResultFolder:
         """Turn the values of a committed epoch, up to a position, into a part."""
         store = self.open_epoch(epoch)
         fields = value_fields(store.schema)
-        positions = range(position)
-        rows = order.dataset_rows(epoch, positions)
+        _, rows = RowSlots(order, epoch, 0, 1).rows(0, position)
         header = PartHeader(
             run=run,
             order=digest_of(order),
@@ -322,14 +322,18 @@ def _by_chunks(
     parts: Sequence[tuple[Path, PartHeader]], order: Sampler
 ) -> Iterator[tuple[NDArray[np.int64], list[NDArray[np.void]]]]:
     """Yield dataset rows and their values, in the order of positions."""
+    slots = [RowSlots(order, h.order_epoch, h.rank, h.size) for _, h in parts]
     for start in range(0, order.num_positions, _CHUNK):
         stop = min(start + _CHUNK, order.num_positions)
-        written = [read_part(directory, header, start, stop) for directory, header in parts]
-        rows = order.dataset_rows(parts[0][1].order_epoch, range(start, stop))
+        written = [
+            read_part(directory, header, part_slots, start, stop)
+            for (directory, header), part_slots in zip(parts, slots, strict=True)
+        ]
         positions = np.concatenate([part.positions for part in written])
+        rows = np.concatenate([part.rows for part in written])
         by_position = np.argsort(positions, kind="stable")
         values = _concatenated(written)
-        yield rows[positions[by_position] - start], [items[by_position] for items in values]
+        yield rows[by_position], [items[by_position] for items in values]
 
 
 def _concatenated(written: Sequence[Written]) -> list[NDArray[np.void]]:

@@ -6,6 +6,8 @@ Process 1 of 2 serves the positions 1, 3, 5 and so on, which are the slots 0, 1,
     rank 0     0       1       2            slots of part 0
     rank 1         0       1       2        slots of part 1
 
+A packed position has a slot for each of its documents, one after the other.
+
 Each field has a file of slots, and so have the marks, which are 1 in slots that have values.
 """
 
@@ -23,6 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_memmap.errors import StoreError
+from lightning_memmap.sampling.packed import PackedSampler
+from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.schema.fields import Field, dtype_name
 from lightning_memmap.schema.spec import read_dtype
 from lightning_memmap.store.files import open_plain, read_plain, write_all
@@ -72,12 +76,61 @@ class PartHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise StoreError(f"{directory / HEADER} cannot be read: {error}") from error
 
 
-class Written(NamedTuple):
-    """Positions that have values, in ascending order, and these values as bytes."""
+class RowSlots:
+    """Which slots the rows of positions have: the rows of one process, in the order of an epoch."""
 
-    #: int64 of shape (n,).
+    def __init__(self, order: Sampler, epoch: int, rank: int, size: int) -> None:
+        self.order = order
+        self.epoch = epoch
+        self.rank = rank
+        self.size = size
+        #: The first slot of each position of the process, if positions have several rows.
+        self._starts: NDArray[np.int64] | None = None
+        if isinstance(order, PackedSampler):
+            positions = np.arange(rank, order.num_positions, size)
+            counts = order.num_rows_at(epoch, positions)
+            self._starts = np.concatenate([[0], counts.cumsum()])
+
+    def slot(self, position: int) -> int:
+        """Count the rows of the process before a position."""
+        number = max(0, -(-(position - self.rank) // self.size))
+        return number if self._starts is None else int(self._starts[number])
+
+    def unpack(self, values: Tensor, positions: range) -> Tensor:
+        """Return one value for each document of packed positions, or other values as they are.
+
+        Args:
+            values: Shape (len(positions), max_documents, ...), as `Packing.document_means` returns.
+            positions: The positions of the values.
+        """
+        if not isinstance(self.order, PackedSampler) or values.ndim < 2:
+            return values
+        num_columns = self.order.max_documents
+        if values.shape[:2] != (len(positions), num_columns):
+            return values
+        counts = self.order.num_rows_at(self.epoch, np.asarray(positions, np.int64))
+        is_document = torch.from_numpy(np.arange(num_columns) < counts[:, None])
+        return values[is_document.to(values.device)]
+
+    def rows(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the position and the dataset row of each slot between two positions."""
+        first = start + (self.rank - start) % self.size
+        own = range(first, stop, self.size)
+        positions = np.asarray(own, np.int64)
+        rows = self.order.dataset_rows(self.epoch, own) if own else positions
+        if self._starts is not None and own:
+            positions = np.repeat(positions, self.order.num_rows_at(self.epoch, positions))
+        return positions, rows
+
+
+class Written(NamedTuple):
+    """Rows that have values, and these values as bytes."""
+
+    #: int64 of shape (n,), in ascending order.
     positions: NDArray[np.int64]
-    #: For each field, one item of raw bytes per position, of shape (n,).
+    #: Rows of the dataset, int64 of shape (n,).
+    rows: NDArray[np.int64]
+    #: For each field, one item of raw bytes per row, of shape (n,).
     values: list[NDArray[np.void]]
 
 
@@ -97,15 +150,14 @@ class PartWriter:
             self._files[name] = open_plain(directory / name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         header.write(directory)
 
-    def write(self, first: int, num_slots: int, values: Sequence[Tensor]) -> None:
+    def write(self, slot: int, num_slots: int, values: Sequence[Tensor]) -> None:
         """Write consecutive slots.
 
         Args:
-            first: The position of the first slot.
+            slot: The first slot.
             num_slots: The number of slots.
             values: For each field a tensor of shape (num_slots, *field shape) on the CPU.
         """
-        slot = (first - self.header.rank) // self.header.size
         for index, (field, tensor) in enumerate(zip(self.header.fields, values, strict=True)):
             # numpy has no bfloat16. A view as bytes needs a dimension.
             data = tensor.to(field.dtype).contiguous().view(-1).view(torch.uint8).numpy().data
@@ -124,20 +176,23 @@ class PartWriter:
             os.close(self._files.popitem()[1])
 
 
-def read_part(directory: Path, header: PartHeader, start: int, stop: int) -> Written:
+def read_part(
+    directory: Path, header: PartHeader, slots: RowSlots, start: int, stop: int
+) -> Written:
     """Read the values of a part at positions in ``[start, stop)``."""
     stop = min(stop, header.stop)
-    first = max(0, -(-(start - header.rank) // header.size))
-    last = max(first, -(-(stop - header.rank) // header.size))
+    first = slots.slot(start)
+    last = max(first, slots.slot(stop))
     marks = _read_items(directory / _MARKS, np.dtype(np.uint8), first, last)
-    slots = np.flatnonzero(marks)
+    marked = np.flatnonzero(marks)
     values = []
     for index, field in enumerate(header.fields):
         items = _read_items(directory / str(index), item_type(field), first, last)
-        if len(slots) and slots[-1] >= len(items):
+        if len(marked) and marked[-1] >= len(items):
             raise StoreError(f"{directory / str(index)} is truncated; remove {directory}")
-        values.append(items[slots])
-    return Written((first + slots) * header.size + header.rank, values)
+        values.append(items[marked])
+    positions, rows = slots.rows(start, stop)
+    return Written(positions[marked], rows[marked], values)
 
 
 def _read_items(

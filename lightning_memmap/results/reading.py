@@ -19,7 +19,7 @@ Keep: TypeAlias = Literal["last", "all"] | int
 _MEMBER = "{member}"
 
 
-def read_row_results(path: str | Path, keep: Keep = "last") -> "TensorDict":
+def read_row_results(path: str | Path, keep: Keep = "last", container: str = "tensordict") -> Any:
     """Read the results that `lightning_memmap.callbacks.RowResults` has committed.
 
     Args:
@@ -27,20 +27,54 @@ def read_row_results(path: str | Path, keep: Keep = "last") -> "TensorDict":
             members are joined, such as those of the folds that each member held out. A row that
             several members have seen has the mean of their values.
         keep: ``"last"`` for the last epoch, ``"all"``, or the number of last epochs.
+        container: ``"tensordict"``, ``"arrow"`` or ``"pandas"``.
 
     Returns:
         A TensorDict on the CPU in dataset order, of batch size (N,) for ``"last"`` and else
         (epochs, N). It has each key of the results with its shape and dtype; ``"seen"``, bool,
         which is False for rows without a value; and ``"epoch"``, int64. Floating-point values of
         such rows are NaN, other values 0. Values of a single epoch are memory-mapped, and writing
-        to them changes no file.
+        to them changes no file. Or an Arrow table or a pandas DataFrame with the columns ``epoch``,
+        ``row_number`` and the keys, epoch after epoch, in which missing values are null and
+        tensors are lists.
 
     Raises:
         StoreError: There are no results, or they are damaged; or members have different fields, or
             different values that are not floating-point for one row.
-        ValueError: ``keep`` is another value, or not ``"last"`` for several members.
+        ValueError: ``keep`` or ``container`` is another value, or ``keep`` isn't ``"last"`` for
+            several members.
     """
-    return read_epochs(path, check_keep(keep))
+    if container not in ("tensordict", "arrow", "pandas"):
+        raise ValueError(f"container={container!r}: choose tensordict, arrow or pandas")
+    table = read_epochs(path, check_keep(keep))
+    if container == "tensordict":
+        return table
+    arrow = _as_arrow(table)
+    return arrow if container == "arrow" else arrow.to_pandas()
+
+
+def _as_arrow(table: "TensorDict") -> Any:
+    """Return results as an Arrow table, epoch after epoch."""
+    import pyarrow as pa  # An optional dependency.
+
+    num_rows = table.batch_size[-1]
+    table = table.reshape(-1)
+    is_missing = ~table["seen"].numpy()
+    row_numbers = torch.arange(num_rows).repeat(len(table) // num_rows)
+    columns = {"epoch": pa.array(table["epoch"].numpy()), "row_number": row_numbers.numpy()}
+    for name, value in table.items():
+        if name in ("seen", "epoch"):
+            continue
+        values = (value.float() if value.dtype == torch.bfloat16 else value).contiguous()
+        if values.ndim == 1:
+            columns[name] = pa.array(values.numpy(), mask=is_missing)
+            continue
+        array = pa.array(values.reshape(-1).numpy())
+        for size in values.shape[:1:-1]:
+            array = pa.FixedSizeListArray.from_arrays(array, size)
+        mask = pa.array(is_missing)
+        columns[name] = pa.FixedSizeListArray.from_arrays(array, values.shape[1], mask=mask)
+    return pa.table(columns)
 
 
 def check_keep(keep: Keep) -> Keep:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from lightning_memmap._compat.modules import (
 from lightning_memmap._compat.tensors import after_backward
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.placement.topology import DataTopology
+from lightning_memmap.results.row_log import logged_rows
 from lightning_memmap.strategies.common.one_process import OneProcess
 from lightning_memmap.strategies.replicas.batches import ReplicaBatches
 from lightning_memmap.strategies.replicas.merge_logs import merge_logs
@@ -154,6 +156,9 @@ class DataParallelStrategy(OneProcess):
         merge_logs(replicas.logs, batch.row_ranges, module)
         lengths = self._lengths.setdefault(name, OutputLengths())
         merger = OutputMerger(batch.row_ranges, self.root_device, lengths, batch.weights)
+        for key in dict.fromkeys(chain(*replicas.logged_rows)):
+            values = [rows.get(key) for rows in replicas.logged_rows]
+            logged_rows(module)[key] = merger.merge(values, f"[log_rows({key!r})]")
         if name != "training_step":
             return merger.merge(outputs)
         output = merger.training_output(outputs)

@@ -36,7 +36,7 @@ NAMES = {
         Packing Padded RowList Scaled
     """,
     "lightning_memmap.results": """
-        Results read_row_results
+        Results RowLog read_row_results
     """,
     "lightning_memmap.sampling": """
         Bucketed ComputedSampler Curriculum DrawnSampler Fields Holdout KFold Mixture Packed Parts

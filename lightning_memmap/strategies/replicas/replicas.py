@@ -13,6 +13,7 @@ from lightning_memmap._compat.metrics import count_from_nothing, merge_metric
 from lightning_memmap._compat.modules import own_children, own_tensors
 from lightning_memmap._compat.tensors import add_all, copy_all, flatten, take_buckets, unflatten
 from lightning_memmap.loading.device_streams import current, send, send_together
+from lightning_memmap.results.row_log import take_logged_rows
 from lightning_memmap.strategies.replicas.merge_logs import ReplicaLog, log_to
 from lightning_memmap.strategies.replicas.module_copy import Attributes, ModuleCopy, references_in
 
@@ -34,6 +35,8 @@ class Replicas(nn.Module):
         self.devices = tuple(devices)
         #: The calls of ``self.log`` of each replica in a step.
         self.logs = [ReplicaLog() for _ in devices]
+        #: What each replica has logged for its rows in a step.
+        self.logged_rows: list[dict[str, Tensor]] = []
         self.copies = [
             ModuleCopy(module, device, shares_parameters=device in devices[:index])
             for index, device in enumerate(devices)
@@ -54,6 +57,7 @@ class Replicas(nn.Module):
         before = [vars(metric).copy() for metric in self._metrics]
         counts = [self._new_counts(index) for index in range(len(batches))]
         outputs = []
+        self.logged_rows = []
         try:
             for index, batch in enumerate(batches):
                 # All replicas use the module's metrics, because wrapped methods of torchmetrics
@@ -61,6 +65,7 @@ class Replicas(nn.Module):
                 _set_attributes(self._metrics, counts[index])
                 with current(self.devices[index]), log_to(roots[index], self.logs[index]):
                     outputs.append(getattr(roots[index], name)(batch, *args, **kwargs))
+                self.logged_rows.append(take_logged_rows(roots[index]))
         finally:
             _set_attributes(self._metrics, counts[0])
             with torch.inference_mode(False), torch.no_grad():
