@@ -40,6 +40,20 @@ class PerRow(Regression):
         return {"loss": losses.mean(), "row_loss": losses, "row": batch["row"], "step": step}
 
 
+class Skipping(PerRow):
+    """Returns None in each second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skipped: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx % 2:
+            return super().training_step(batch, batch_idx)
+        self.skipped += batch["row"].tolist()
+        return None
+
+
 class Returning(Regression):
     """Returns what a function makes of a batch and its number besides its loss."""
 
@@ -219,19 +233,34 @@ def test_dtypes_and_shapes_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*training_step.* returned .*None")
 def test_skipped_steps_leave_their_rows_masked(tmp_path: Path) -> None:
-    class Skipping(PerRow):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx % 2:
-                return super().training_step(batch, batch_idx)
-            skipped.extend(batch["row"].tolist())
-            return None
-
-    skipped: list[int] = []
-    fit(tmp_path, Skipping(), RowResults(tmp_path / "r", KEYS), max_epochs=1)
+    module = Skipping()
+    fit(tmp_path, module, RowResults(tmp_path / "r", KEYS), max_epochs=1)
     results = read_row_results(tmp_path / "r")
     seen = results["seen"]
-    assert (~seen).nonzero().flatten().tolist() == sorted(skipped)
+    assert (~seen).nonzero().flatten().tolist() == sorted(module.skipped)
     assert torch.equal(results["row"][seen], seen.nonzero().flatten())
+    assert torch.equal(results["row_loss"].isnan(), ~seen)
+
+
+@pytest.mark.filterwarnings("ignore:.*training_step.* returned .*None")
+def test_rows_that_a_resumed_run_skips_have_no_results_of_the_first_run(tmp_path: Path) -> None:
+    with pytest.raises(EndError):
+        fit(tmp_path, PerRow(13), RowResults(tmp_path / "r", KEYS))
+    module = Skipping()
+    results = RowResults(tmp_path / "r", KEYS)
+    fit(tmp_path, module, results, checkpoint=tmp_path / "step=5.ckpt", max_epochs=1)
+    seen = read_row_results(tmp_path / "r")["seen"]
+    assert module.skipped
+    assert (~seen).nonzero().flatten().tolist() == sorted(module.skipped)
+
+
+def test_results_in_memory_that_the_module_uses_again_are_those_of_each_step(
+    tmp_path: Path,
+) -> None:
+    memory = torch.zeros(NUM_ROWS, dtype=torch.int64)
+    module = Returning(lambda batch, _: {"row": memory[: len(batch["row"])].copy_(batch["row"])})
+    fit(tmp_path, module, RowResults(tmp_path / "r", ["row"]), max_epochs=1)
+    assert read_row_results(tmp_path / "r")["row"].tolist() == [*range(NUM_ROWS)]
 
 
 def test_test_results_are_in_dataset_order(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -265,3 +267,35 @@ def test_error_is_refused_until_a_step_was_trained(tmp_path: Path) -> None:
         content = json.loads(path.read_text())
         assert content == {"message": "ValueError: the reason", "refused": refused}
         (tmp_path / HAS_TRAINED).touch()
+
+
+def test_process_without_a_record_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ended:
+        """A program that has ended, and left the record of rank 0 of 2."""
+
+        returncode = 0
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            record = RankRecord(rank=0, world_size=2, data_rank=0, global_batch=8, losses=[])
+            (tmp_path / "run" / "rank0.json").write_text(json.dumps(asdict(record)))
+
+        def __enter__(self) -> "Ended":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def wait(self, timeout_s: float) -> None:
+            pass
+
+        def kill_group(self) -> None:
+            pass
+
+        def tail(self) -> list[str]:
+            return ["its last line"]
+
+    monkeypatch.setattr(runner, "LoggedProcess", Ended)
+    with pytest.raises(RunError, match=r"\[0\].*its last line"):
+        run(make_spec(tmp_path), 100.0)

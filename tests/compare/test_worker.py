@@ -138,7 +138,7 @@ def test_timed_run_has_steps_parts_and_memory(tmp_path: Path, variant: str, mode
     sections = config(tmp_path, f"{model.__module__}.{model.__name__}")
     facts_of(sections)
     rank = timed_rank(make_spec(tmp_path, "timed", variant, sections))
-    assert len(rank.losses) == 2 + 6
+    assert (len(rank.losses), len(rank.steps)) == (2 + 6, 6)
     assert len(set(rank.losses)) > 1
     figures = compute_figures([rank], "timed")
     on_cpu = {each.key for each in METRICS.values() if each.run == "timed" and each.compute}

@@ -192,6 +192,12 @@ class TestStores:
         replaced = set_up(again(data.with_options(overwrite=True)))
         assert sorted(rows(replaced.train_dataloader())) == sorted(points.row.tolist())
 
+    def test_store_that_was_replaced_since_is_compared_again(self, tmp_path: Path) -> None:
+        data = set_up(make_data(tmp_path), "fit")
+        build_store(Points(60, 5), tmp_path / "stores" / "train", overwrite=True, progress=False)
+        with pytest.raises(DatasetError, match="row 0"):
+            data.setup("fit")
+
     def test_dataset_that_keeps_what_it_reads_is_no_other_one(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:

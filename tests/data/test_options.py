@@ -144,3 +144,11 @@ def test_printed_config_of_a_sampler_or_selection_is_read_again(given: dict[str,
     made = [parser.instantiate(config).made for config in (read, again)]
     assert type(made[0]).__name__ == given["class_path"].rpartition(".")[2]
     assert repr(made[0]) == repr(made[1])
+
+
+def test_batch_size_of_a_split_is_that_of_its_datasets(tmp_path: Path) -> None:
+    data = MemmapDataModule(
+        store_dir=tmp_path, batch_size=2, eval_batch_size={"val": 3, "val/noisy": 5}
+    )
+    splits = ("train", "val", "val/clean", "val/noisy", "test")
+    assert [data.options.batch_size_of(split) for split in splits] == [2, 3, 3, 5, 2]

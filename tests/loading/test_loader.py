@@ -207,6 +207,16 @@ class TestResume:
         assert states[0]["epoch"] == 4
         assert states[0]["position"] == 97
 
+    def test_each_process_continues_with_its_own_positions(self, numbered_store: Stores) -> None:
+        store = numbered_store(97, 24)
+        # The position of the state is not a multiple of the number of processes.
+        saved = make_loader(store, 1, 5, shuffle=True)
+        list(take_steps(saved, 1))
+        for rank in range(2):
+            loader = make_loader(store, 1, 6, rank=rank, size=2, shuffle=True, residency="host")
+            rows = joined(epoch_rows(_with_state(loader, saved)))
+            assert rows == order_rows(loader.order, 0, 0, 97)[5 + (rank - 5) % 2 :: 2]
+
     @pytest.mark.parametrize("transform", [None, untouched])
     @pytest.mark.parametrize(("num_devices", "size"), [(8, 1), (1, 8), (2, 4)])
     def test_state_that_leaves_too_few_rows_is_refused(

@@ -1,5 +1,6 @@
 """Samples whose leaves are laid one after the other have the values of those taken one by one."""
 
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema.forms import Declared
 from lightning_memmap.schema.schema import Schema
+from lightning_memmap.schema.stack import Samples, stack
 from tests.support.datasets import texts
 
 SIZES = st.integers(0, 4)
@@ -106,3 +108,16 @@ def test_leaves_whose_sizes_add_up_all_the_same_are_not_stacked(to_leaf: Any) ->
     schema = Schema.infer([np.zeros((2, 3), "i2")])
     with pytest.raises(SchemaError, match="field 'value': found"):
         schema.stack([to_leaf(np.zeros((size, 3), "i2")) for size in (1, 3)])
+
+
+def test_keys_in_another_order_are_the_same_sample() -> None:
+    samples = [{"a": 1, "b": 2}, OrderedDict(b=4, a=3)]
+    schema = Schema.infer(samples)
+    found = [values.data.tolist() for values in stack(Samples(samples), schema.structure)]
+    assert found == [[1, 3], [2, 4]]
+
+
+def test_sizes_may_differ_up_to_the_last_dimension_that_differs() -> None:
+    for other, shape in (((3, 3, 5), (None, None, None)), ((3, 3, 4), (None, 3, 4))):
+        schema = Schema.infer([torch.zeros(2, 3, 4), torch.zeros(other)])
+        assert schema.fields[0].shape == shape

@@ -21,7 +21,7 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError, SchemaError, StoreError, StoreNotFoundError
 from lightning_memmap.schema.fields import DTYPES
 from lightning_memmap.store import build_store, open_store, verify_store, writing
-from lightning_memmap.store.samples import choose_probe_rows
+from lightning_memmap.store.samples import RandomDatasetError, choose_probe_rows
 from tests.support.datasets import Counting, Numbered, Replaced, Wrapped, holds, in_dataset_order
 from tests.support.store.layout import is_empty, names_in
 
@@ -576,3 +576,14 @@ def test_workers_read_an_open_file_each_at_a_position_of_its_own(
         # That of this process has not moved.
         assert os.lseek(file.fileno(), 0, os.SEEK_CUR) == 40
     assert np.array_equal(np.stack([store[row].numpy() for row in range(4_000)]), expected)
+
+
+def test_dataset_that_changes_is_noticed_where_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "_MAX_BLOCK_ROWS", 100)
+    dataset = RandomOnceRead(Numbered(3000))
+    with pytest.raises(RandomDatasetError, match="row 0"):
+        build(dataset, tmp_path / "s")
+    # Besides the probe rows, only the first block was read.
+    assert len(dataset.reads) < 200

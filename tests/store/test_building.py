@@ -18,11 +18,13 @@ from lightning_memmap.store import Damage, build_store, open_store, verify_store
 from lightning_memmap.store import building as building_module
 from lightning_memmap.store import journal as journal_module
 from lightning_memmap.store.building import Building
+from lightning_memmap.store.columns import FixedColumn
 from lightning_memmap.store.directory import StoreDirectory
 from lightning_memmap.store.growing import BackgroundBuild, open_growing
 from lightning_memmap.store.journal import KEPT, WRITTEN, Journal
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.request import BuildRequest
+from lightning_memmap.store.samples import RandomDatasetError
 from lightning_memmap.store.workers import RowRanges
 from tests.support.datasets import Logged, Numbered, holds
 from tests.support.store.layout import files_of
@@ -193,3 +195,12 @@ def test_dataset_that_cannot_be_sent_to_a_started_process_is_named(
     monkeypatch.setattr(multiprocessing, "Process", context.Process)
     with pytest.raises(DatasetError, match=r"Numbered.*num_workers=0"):
         build_store(dataset, tmp_path / "s", num_workers=1, progress=False)
+
+
+def test_row_that_was_lost_on_its_way_to_the_file_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FixedColumn, "write", lambda *_: None)
+    with pytest.raises(RandomDatasetError, match="row"):
+        build_store(Numbered(50), tmp_path / "s", progress=False)
+    assert not (tmp_path / "s" / "manifest.json").exists()

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from torch.utils.data import IterableDataset, Subset
 
 from lightning_memmap import ColumnDataset, MemmapDataModule, append_store, build_store
+from lightning_memmap.schema.held import SharedMemoryCheck
 from lightning_memmap.store import Store, build_part, finish_store
 from lightning_memmap.store.sources.source import make_source
 
@@ -319,3 +320,12 @@ def test_training_has_the_rows_that_were_given(tmp_path: Path, build: str, worke
     pairs = [(batch["x"][:, 0].tolist(), batch["row"].tolist()) for batch in batches]
     assert all(numbers == rows for numbers, rows in pairs)
     check(data.open_train_store(), a_ring, 200)
+
+
+@pytest.mark.parametrize("kind", [torch.from_numpy, np.asarray])
+def test_two_values_that_overlap_are_recognised_among_others(kind: Any) -> None:
+    memory = np.zeros(12)
+    for starts, is_shared in (([0, 4, 8], False), ([0, 8, 2], True)):
+        check = SharedMemoryCheck(is_exact=True)
+        check.compare([kind(memory[start : start + 4]) for start in starts])
+        assert check.is_shared is is_shared

@@ -15,6 +15,7 @@ from lightning_memmap.errors import DatasetError, SchemaError, StoreError
 from lightning_memmap.loading.variable_batch import LayoutCollate
 from lightning_memmap.schema import Pad
 from lightning_memmap.store import Store, build_store, open_store, verify_store, writing
+from lightning_memmap.store import columns as columns_module
 from lightning_memmap.store.samples import choose_probe_rows
 from lightning_memmap.store.segments import copy_segments
 from tests.support.datasets import Counting, Ragged, Replaced, Wrapped
@@ -356,3 +357,11 @@ def test_rows_without_any_items_are_stored(tmp_path: Path) -> None:
     assert "value.values" not in names_in(store.path)
     assert [tuple(store[row].shape) for row in range(20)] == [(0, 3)] * 20
     assert verify_store(store.path) == []
+
+
+def test_index_of_many_rows_is_written_block_by_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns_module, "LOCATED_ROWS", 7)
+    store = build(tmp_path / "s", Ragged(NUM_ROWS))
+    assert_holds(store, Ragged(NUM_ROWS))

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from time import sleep
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -26,8 +27,14 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import MemberError
 from lightning_memmap.sampling import KFold
 from lightning_memmap.strategies import IndependentStrategy, MemberResults, read_results
+from lightning_memmap.strategies.members import processes
 from lightning_memmap.strategies.members.processes import MEMBER_VARIABLE, MemberLauncher
-from lightning_memmap.strategies.members.results import MemberResult, old_results
+from lightning_memmap.strategies.members.results import (
+    MemberResult,
+    old_results,
+    result_path,
+    write_result,
+)
 from tests.contract.strategies.cases import CASES
 from tests.support.models import Points, Regression, make_trainer, weights
 from tests.support.processes import ROOT, TIMEOUT_S, launch_any
@@ -652,3 +659,20 @@ def test_old_results_leave_other_files_alone(tmp_path: Path) -> None:
     (folder / "results-fit-2.json").write_text(json.dumps(asdict(result)))
     assert old_results(tmp_path, num_members=2) == [folder / "results-fit-2.json"]
     assert read_results(tmp_path).members == (result,)
+
+
+def test_results_of_an_earlier_program_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = list[Path]()
+    monkeypatch.setattr(processes, "LoggedProcess", lambda _, output, **__: started.append(output))
+    monkeypatch.setattr(processes, "atexit", SimpleNamespace(register=lambda _: None))
+    monkeypatch.setattr(MemberLauncher, "_others", {})
+    monkeypatch.setattr(MemberLauncher, "_first_root", None)
+    path = result_path(tmp_path, 1, "fit", 1)
+    write_result(path, MemberResult(1, "fit", 1, "done"))
+    launcher = MemberLauncher(0, 2, True)
+    launcher.root = tmp_path
+    launcher._start(tmp_path)
+    assert not path.exists()
+    assert len(started) == 1

@@ -86,6 +86,6 @@ def check_means(
     # A count of more digits than a float32 has.
     count = torch.tensor(2**53 // 3)
     assert trainer.strategy.reduce(count).item() == count
-    counts = torch.tensor([trainer.global_rank, 3])
+    counts = torch.tensor([trainer.global_rank, 3], dtype=torch.float64)
     assert trainer.strategy.reduce(counts) is not counts
     assert counts.tolist() == [trainer.global_rank, 3]

@@ -55,14 +55,14 @@ def main(
             path = copy / PACKAGE / fault.path
             text = path.read_text(encoding="utf-8")
             path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
-            failed = run_tests(copy, [*fault.tests, "-x"], fault.slow, timeout_s)
+            failed = run_tests(copy, [*fault.tests, "-x"], timeout_s)
             path.write_text(text, encoding="utf-8")
             failures[fault] = failed[0] if failed else ""
             outcome = "found" if failed else "NOT FOUND"
             print(f"| {outcome} | {fault.name} | {failures[fault]} |", flush=True)
         # Names of parameters may have spaces, which end a name in pytest's summary.
         tests = {test.partition("[")[0] for test in failures.values() if "::" in test}
-        failed = run_tests(copy, sorted(tests), True, timeout_s) if tests else []
+        failed = run_tests(copy, sorted(tests), timeout_s) if tests else []
     for test in {test.partition("[")[0] for test in failed}:
         print(f"fails without a fault: {test}")
     print("\n| room | faults | found |\n|---|---|---|")
@@ -71,7 +71,7 @@ def main(
         print(f"| {room} | {len(results)} | {sum(results)} |")
 
 
-def run_tests(copy: Path, tests: list[str], slow: bool, timeout_s: float) -> list[str]:
+def run_tests(copy: Path, tests: list[str], timeout_s: float) -> list[str]:
     """Run tests in a forked process, and return those that fail."""
     output = copy / "output.txt"
     child = os.fork()
@@ -89,7 +89,7 @@ def run_tests(copy: Path, tests: list[str], slow: bool, timeout_s: float) -> lis
             del sys.modules[name]
         options = ["-q", "-p", "no:cacheprovider", "--timeout=120"]
         try:
-            code = int(pytest.main([*options, "-m", "" if slow else "not slow", *tests]))
+            code = int(pytest.main([*options, *tests]))
         except BaseException:
             code = 1
         sys.stdout.flush()
