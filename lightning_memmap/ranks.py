@@ -23,12 +23,20 @@ def gather_from_ranks(value: T) -> list[T]:
     return ranks
 
 
-def check_ranks_match(facts: Mapping[str, object], error: BaseException | None = None) -> None:
+def check_ranks_match(
+    facts: Mapping[str, object],
+    error: BaseException | None = None,
+    *,
+    subject: str = "data in the same order",
+    remedy: str = "Start all of them with the same arguments and the same stores",
+) -> None:
     """Compare facts over all processes. All ranks of the default process group must call this.
 
     Args:
         facts: Values by name, compared as text.
         error: An error of this process, which is raised here; other ranks raise that it failed.
+        subject: What the facts describe, for the message.
+        remedy: What to do if they differ, for the message.
 
     Raises:
         RankMismatchError: The processes differ, or another process failed.
@@ -51,8 +59,8 @@ def check_ranks_match(facts: Mapping[str, object], error: BaseException | None =
             )
             differing.append(f"{name}: {'; '.join(values)}")
     if differing:
+        rest = f" | {len(differing) - 5} more" if len(differing) > 5 else ""
         raise RankMismatchError(
-            "the processes must have the same data in the same order, but differ in "
-            + " | ".join(differing)
-            + ". Start all of them with the same arguments and the same stores"
+            f"the processes must have the same {subject}, but differ in "
+            f"{' | '.join(differing[:5])}{rest}. {remedy}"
         )

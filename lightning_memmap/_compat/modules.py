@@ -1,6 +1,7 @@
 """Private names of modules of torch and Lightning."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,7 +63,8 @@ def own_named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 def empty_own_tensors(module: nn.Module, device: torch.device) -> None:
     """Move those tensors of a module itself that are on the meta device to another device.
 
-    Floating-point tensors are filled with NaN, so that missing initialisation is noticed.
+    Parameters stay the same objects, and tied ones tied. Floating-point tensors are filled with
+    NaN, so that missing initialisation is noticed.
     """
 
     def empty(tensor: Tensor) -> Tensor:
@@ -72,7 +74,20 @@ def empty_own_tensors(module: nn.Module, device: torch.device) -> None:
             return torch.full_like(tensor, torch.nan, device=device)
         return torch.empty_like(tensor, device=device)
 
-    module._apply(empty, recurse=False)  # type: ignore[no-untyped-call]
+    if has_meta_tensors(module):
+        with same_parameters():
+            module._apply(empty, recurse=False)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def same_parameters() -> Iterator[None]:
+    """Let `Module._apply` keep parameters the same objects, and tied ones tied."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 #: A module, and the name of one of its tensors.

@@ -27,9 +27,10 @@ from lightning_memmap._compat.fsdp2 import (
     forget_interrupted_step,
     reduce_kept_gradients,
 )
-from lightning_memmap._compat.modules import set_device_attribute, unless_none
+from lightning_memmap._compat.modules import set_device_attribute
 from lightning_memmap.errors import check_integer
 from lightning_memmap.strategies.common.checkpoints import (
+    METADATA,
     check_target,
     partial_path,
     put_in_place,
@@ -37,6 +38,7 @@ from lightning_memmap.strategies.common.checkpoints import (
 )
 from lightning_memmap.strategies.common.split_module import SplitModule
 from lightning_memmap.strategies.sharding.shard import (
+    compile_forward,
     recompute_activations,
     reshard_if_thawed,
     shard_module,
@@ -45,6 +47,7 @@ from lightning_memmap.strategies.sharding.shard import (
 from lightning_memmap.strategies.sharding.states import (
     gather_state,
     load_sharded_optimizers,
+    load_sharded_weights,
     shard_like,
     shard_optimizer_state,
 )
@@ -99,14 +102,19 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         cpu_offload: Keep shards, gradients and optimizer states in host memory. Requires GPUs.
         reduce_dtype: Reduce gradients in this dtype. By default float32 in mixed precision, and
             otherwise the dtype of the parameters.
-        activation_checkpointing: Recompute the forward pass of all units in the backward pass
-            instead of keeping activations.
+        activation_checkpointing: Recompute the forward pass of units in the backward pass instead
+            of keeping activations: of all units, or with a number ``n`` of every ``n``-th.
+        compile_units: Compile the forward pass of each unit by ``torch.compile``. Units of one
+            class share their code.
         sync_each_micro_batch: With ``accumulate_grad_batches``, reduce gradients in each
             micro-batch, so no process keeps more than its shards of them. By default they are
             reduced once per step, and until then each process keeps whole gradients: 4 bytes per
             parameter, or the size of ``reduce_dtype``.
         save_distributed_checkpoint: Each process saves its shards to files in one folder. By
             default rank 0 saves one file, which the plain module can load.
+        exclude_frozen_parameters: Omit parameters with ``requires_grad=False`` from checkpoints,
+            such as all but the adapters of LoRA. When one is loaded, those that are frozen keep
+            the values that the module was built with.
         process_group_backend: As for Lightning's ``ModelParallelStrategy``.
         timeout: As for Lightning's ``ModelParallelStrategy``.
 
@@ -130,14 +138,18 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         reshard_after_forward: bool | int | None = None,
         cpu_offload: bool = False,
         reduce_dtype: str | torch.dtype | None = None,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: bool | int = False,
+        compile_units: bool = False,
         sync_each_micro_batch: bool = False,
         save_distributed_checkpoint: bool = False,
+        exclude_frozen_parameters: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         check_integer("min_unit_parameters", min_unit_parameters, 1)
         check_integer("replicate_size", replicate_size, 1)
+        if not isinstance(activation_checkpointing, bool):
+            check_integer("activation_checkpointing", activation_checkpointing, 1)
         if wrap_classes is not None and not _are_classes(wrap_classes):
             raise TypeError(
                 f"wrap_classes={wrap_classes!r}: pass a list of module classes, or of their names,"
@@ -155,9 +167,12 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
                 f"reduce_dtype={reduce_dtype!r}: pass a floating-point dtype, such as 'bfloat16'"
             )
         self._reduce_dtype: torch.dtype | None = dtype
-        self._activation_checkpointing = activation_checkpointing
+        # Which units recompute their activations: every n-th, or none.
+        self._recompute_every = int(activation_checkpointing)
+        self._compile_units = compile_units
         self._sync_each_micro_batch = sync_each_micro_batch
         self._is_save_sharded = save_distributed_checkpoint
+        self._exclude_frozen = exclude_frozen_parameters
         # The module's units, once it is sharded.
         self._units: list[FSDPModule] = []
         # Whether whole gradients are kept until the last micro-batch of a step.
@@ -233,14 +248,17 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         self.precision_plugin.convert_module(module)
         units = choose_units(module, self._wrap_classes, self._min_unit_parameters)
         options = self._options(module, units)
-        if self._activation_checkpointing:
-            recompute_activations(module, units)
+        if self._recompute_every:
+            recompute_activations(module, units, self._recompute_every)
+        if self._compile_units:
+            compile_forward(module, units)
         dtype = _COMPUTE[self.precision_plugin.precision]
         shard_module(
             module,
             units,
             self.root_device,
             MixedPrecisionPolicy(dtype, self._reduce_dtype or (dtype and torch.float32)),
+            not_loaded=self._frozen_names(),
             mesh=self._mesh,
             reshard_after_forward=self._reshard_after_forward,
             offload_policy=CPUOffloadPolicy() if self._cpu_offload else OffloadPolicy(),
@@ -257,7 +275,8 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
             "reshard_after_forward": self._reshard_after_forward,
             "cpu_offload": self._cpu_offload,
             "reduce_dtype": self._reduce_dtype,
-            "activation_checkpointing": self._activation_checkpointing,
+            "activation_checkpointing": self._recompute_every,
+            "compile_units": self._compile_units,
             # Not the argument itself: other arguments may choose the same units.
             f"the units that {chosen_by} chooses": sorted(names[unit] for unit in units),
         }
@@ -402,8 +421,17 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         # Any process may write them to a folder.
         self.share_buffers()
         if self._is_save_sharded:
-            return super().lightning_module_state_dict()
-        return gather_state(self.module.state_dict(), self.is_global_zero)
+            state = super().lightning_module_state_dict()
+        else:
+            state = self.module.state_dict()
+        for name in self._frozen_names():
+            state.pop(name, None)
+        return state if self._is_save_sharded else gather_state(state, self.is_global_zero)
+
+    def _frozen_names(self) -> list[str]:
+        """List the parameters that checkpoints don't contain."""
+        named = self.module.named_parameters(remove_duplicate=False)
+        return [name for name, p in named if self._exclude_frozen and not p.requires_grad]
 
     @override
     def save_checkpoint(
@@ -447,15 +475,14 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         """Load a checkpoint in a file or in a folder. All ranks must call it."""
         path = Path(self.broadcast(checkpoint_path))
         if path.is_dir():
-            # The parent could load optimizers only with a state for every parameter, and some may
-            # never have had a gradient.
-            optimizers = self.optimizers
-            self.optimizers = []
-            loaded = ModelParallelStrategy.load_checkpoint(self, path, *unless_none(weights_only))
-            self.optimizers = optimizers
-            load_sharded_optimizers(path, self.module, optimizers)
+            # The parent needs a state for every parameter. Some may be frozen, and some may never
+            # have had a gradient.
+            strict = self.module.strict_loading
+            load_sharded_weights(path, self.module, self._frozen_names(), strict)
+            load_sharded_optimizers(path, self.module, self.optimizers)
+            metadata = torch.load(path / METADATA, map_location="cpu", weights_only=weights_only)
             # Everything is loaded.
-            return {**loaded, "state_dict": {}, "optimizer_states": []}
+            return {**metadata, "state_dict": {}, "optimizer_states": []}
         # Each rank reads its own shards from the memory-mapped file.
         return dict(torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only))
 
@@ -464,7 +491,8 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         if weights := checkpoint["state_dict"]:
             state = self.module.state_dict()
             sharded = {name: shard_like(state.get(name), value) for name, value in weights.items()}
-            self.module.load_state_dict(sharded, strict=strict)
+            kept = {name: state[name] for name in self._frozen_names()}
+            self.module.load_state_dict({**kept, **sharded}, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from lightning_memmap._compat.modules import unless_none
 from lightning_memmap.store.files import sync_path
 
 #: The file that makes a folder a checkpoint of Lightning's.
-_METADATA = "meta.pt"
+METADATA = "meta.pt"
 # From <fcntl.h> and <stdio.h>.
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -104,7 +104,7 @@ def partial_path(target: Path) -> Path:
 
 def is_folder(path: Path) -> bool:
     """Check whether a path is a checkpoint in a folder, and not any other folder."""
-    return path.is_dir() and not path.is_symlink() and (path / _METADATA).is_file()
+    return path.is_dir() and not path.is_symlink() and (path / METADATA).is_file()
 
 
 def check_target(target: Path) -> None:

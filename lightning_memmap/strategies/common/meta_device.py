@@ -1,7 +1,8 @@
 """Initialising modules on the meta device on the device where they train, as constructors do."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -38,17 +39,19 @@ class MetaInitializer:
 
     Args:
         root: The module. Nothing is changed before `initialize` is called.
+        not_loaded: Names of tensors that a checkpoint doesn't contain.
 
     Raises:
         UnsuitableModuleError: A tensor would not have the values of its construction, because
-            nothing initialises it, or because something has set it afterwards; and no checkpoint is
-            about to be loaded.
+            nothing initialises it, because several modules that share it do, or because something
+            has set it afterwards; and no checkpoint is about to be loaded.
     """
 
     # Every initializer is tried on the meta device first, where it needs no memory: in-place
     # operations compute nothing there, but are counted.
 
-    def __init__(self, root: L.LightningModule) -> None:
+    def __init__(self, root: L.LightningModule, not_loaded: Iterable[str] = ()) -> None:
+        self._not_loaded = set(not_loaded)
         self._names = {child: name for name, child in root.named_modules()}
         self._order = list(dict.fromkeys(post_order(root)))
         self._own = set(filter(has_meta_tensors, self._order))
@@ -119,15 +122,18 @@ class MetaInitializer:
                 counts[key] = counts.get(key, 0) + count
         # A Trainer loads the checkpoint after the set-up of the strategy.
         is_loaded = getattr(trainer_of(root), "ckpt_path", None) is not None
-        loaded = set(root.state_dict()) if is_loaded else set()
+        loaded = set(root.state_dict()) - self._not_loaded if is_loaded else set()
         missing = list[NamedTensor]()
         changed = list[NamedTensor]()
         adapters = list[NamedTensor]()
+        initialized = defaultdict[Tensor, list[NamedTensor]](list)
         in_adapters = _adapter_modules(self._order)
         for key, version in versions.items():
             child, name = key
             if f"{self._names[child]}.{name}".lstrip(".") in loaded:
                 continue
+            if key in counts:
+                initialized[getattr(child, name)].append(key)
             if child in in_adapters:
                 adapters.append(key)
             elif key not in counts:
@@ -154,6 +160,12 @@ class MetaInitializer:
                 " initialisation, which reset_parameters and _init_weights(module) would not"
                 f" repeat: change it in one of these methods; {remedy}"
             )
+        for holders in initialized.values():
+            if len(holders) > 1:
+                raise UnsuitableModuleError(
+                    f"{self._list(holders)}: one tensor on the meta device, which each of these"
+                    f" modules would initialise: {remedy}"
+                )
 
     def _list(self, keys: list[NamedTensor]) -> str:
         shown = [f"{self._label(child)}: {name}" for child, name in keys[:3]]

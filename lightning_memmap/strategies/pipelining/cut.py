@@ -1,7 +1,6 @@
 """Cutting a module into the stages of a pipeline, of which a process keeps its own."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -9,7 +8,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_memmap._compat.modules import apply_to_tensors, set_device_attribute
+from lightning_memmap._compat.modules import apply_to_tensors, same_parameters, set_device_attribute
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.strategies.common.meta_device import MetaInitializer, post_order
 from lightning_memmap.strategies.common.split_rows import even_ranges
@@ -76,12 +75,11 @@ def keep_local(
         local_modules = {child for stage in local.values() for child in stage.modules()}
         remote_modules = {child for stage in stages for child in stage.modules()} - local_modules
         initializer = MetaInitializer(module)
-        with _same_parameters():
-            for child in dict.fromkeys(post_order(module)):
-                if child not in remote_modules:
-                    initializer.initialize(child, device)
+        for child in dict.fromkeys(post_order(module)):
+            if child not in remote_modules:
+                initializer.initialize(child, device)
         kept = {id(tensor) for stage in local.values() for tensor in module_tensors(stage)}
-        with _same_parameters():
+        with same_parameters():
             for index, stage in enumerate(stages):
                 if index not in local:
                     apply_to_tensors(stage, lambda t: t if id(t) in kept else t.to("meta"))
@@ -92,17 +90,6 @@ def keep_local(
     # Lightning has no public way to set the attribute without moving parameters.
     set_device_attribute(module, device)
     return local
-
-
-@contextmanager
-def _same_parameters() -> Iterator[None]:
-    """Let `Module._apply` keep parameters the same objects, and tied ones tied."""
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def _checked_stages(module: L.LightningModule) -> list[nn.Module]:

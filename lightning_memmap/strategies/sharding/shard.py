@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memmap._compat.fsdp2 import is_gathered_otherwise
-from lightning_memmap.errors import UnsuitableModuleError
+from lightning_memmap._compat.modules import empty_own_tensors
 from lightning_memmap.process_group import broadcast
+from lightning_memmap.ranks import check_ranks_match, gather_from_ranks
 from lightning_memmap.strategies.common.checked import STEPS
 from lightning_memmap.strategies.common.meta_device import MetaInitializer, post_order
 from lightning_memmap.strategies.sharding.units import has_parameters, manual_roots, parameter_names
@@ -34,16 +35,20 @@ def shard_module(
     device: torch.device,
     policy: MixedPrecisionPolicy,
     *,
+    not_loaded: Iterable[str],
     reshard_after_forward: bool | int | None,
     **options: Any,
 ) -> None:
     """Broadcast the values of rank 0, and shard the units and then the module itself.
+
+    On other ranks, tensors on the meta device get memory only as they are received.
 
     Args:
         module: The module. Nothing of it is sharded.
         units: The submodules to shard as units.
         device: The device of this process.
         policy: The dtypes of units, except for layers with running statistics.
+        not_loaded: Names of parameters that a checkpoint doesn't contain.
         reshard_after_forward: As for ``fully_shard``, like all other options.
         **options: As for ``fully_shard``.
     """
@@ -53,11 +58,6 @@ def shard_module(
                 f"{names[0]} is a DTensor already: memmap_fsdp2 shards the module itself; remove"
                 " that from configure_model, or use Lightning's ModelParallelStrategy"
             )
-        if parameter.is_meta and len(names) > 1:
-            raise UnsuitableModuleError(
-                f"{' and '.join(names)}: one parameter on the meta device, which would become"
-                f" {len(names)}; build the modules that share it on the CPU"
-            )
     roots = [module] if module.automatic_optimization else manual_roots(module)
     policies = dict.fromkeys([*units, *roots], policy)
     float32 = MixedPrecisionPolicy(None, torch.float32, None, False)
@@ -65,9 +65,11 @@ def shard_module(
         normed = [child for child in module.modules() if isinstance(child, _STATISTICS)]
         policies |= dict.fromkeys(filter(has_parameters, normed), float32)
 
-    initializer = MetaInitializer(module)
+    has_values = _check_modules_match(module)
+    initializer = None if has_values else MetaInitializer(module, not_loaded)
     for child in dict.fromkeys(post_order(module)):
-        changed = initializer.initialize(child, device)
+        changed = [] if initializer is None else initializer.initialize(child, device)
+        empty_own_tensors(child, device)
         for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False)):
             # An expanded buffer can't be written to, and FSDP2 needs contiguous parameters.
             tensor.data = tensor.data.to(device).contiguous()
@@ -87,17 +89,65 @@ def shard_module(
             register_fsdp_forward_method(module, name)
 
 
-def recompute_activations(module: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Let units compute their activations again in the backward pass."""
-    if not units:
-        raise ValueError(
-            f"activation_checkpointing=True: the {type(module).__name__} has no units whose"
-            " activations could be recomputed; choose some by wrap_classes or a smaller"
-            " min_unit_parameters"
+def _check_modules_match(module: nn.Module) -> bool:
+    """Raise if modules differ between ranks. Return whether rank 0 has the values of all tensors.
+
+    Then others may be on the meta device on other ranks.
+    """
+    named = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    has_values = gather_from_ranks(not any(tensor.is_meta for _, tensor in named))[0]
+    facts: dict[str, object] = {
+        f"{name or 'the module itself'}": "training" if child.training else "evaluating"
+        for name, child in module.named_modules()
+    }
+    first_names: dict[Tensor, str] = {}
+    for name, tensor in named:
+        shared = first_names.setdefault(tensor, name)
+        facts[name] = (
+            f"{tensor.dtype} {[*tensor.shape]}"
+            f"{' frozen' if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ''}"
+            f"{'' if shared == name else f' shared with {shared}'}"
+            f"{' on the meta device' if tensor.is_meta and not has_values else ''}"
         )
-    for unit in units:
+    check_ranks_match(
+        facts,
+        subject="module",
+        remedy=(
+            "On the meta device may be the same tensors of all ranks, or any if rank 0 has all"
+            " values. A model of from_pretrained() is in evaluation mode, and may have another"
+            " dtype than one of from_config(): call train(), and pass dtype="
+        ),
+    )
+    return has_values
+
+
+def recompute_activations(module: nn.Module, units: Sequence[nn.Module], every: int) -> None:
+    """Let every n-th unit compute its activations again in the backward pass."""
+    _check_number(
+        module, units, every, f"activation_checkpointing={'True' if every == 1 else every}"
+    )
+    for unit in units[every - 1 :: every]:
         # It then keeps only its inputs. The names of parameters do not change.
         unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
+
+
+def compile_forward(module: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Compile what units compute, once they are gathered."""
+    _check_number(module, units, 1, "compile_units=True")
+    for unit in units:
+        # Not the hooks, by which FSDP2 gathers and frees a unit.
+        unit.forward = torch.compile(unit.forward)
+
+
+def _check_number(module: nn.Module, units: Sequence[nn.Module], least: int, option: str) -> None:
+    if len(units) < least:
+        raise ValueError(
+            f"{option}: the {type(module).__name__} has {len(units)} units; choose more by"
+            " wrap_classes or a smaller min_unit_parameters"
+        )
 
 
 def sharded_units(module: nn.Module) -> list[FSDPModule]:

@@ -1,6 +1,6 @@
 """Whole and sharded states of modules and optimizers under FSDP2."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,25 @@ def shard_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> dic
     return {**state, "state": sharded}
 
 
+def load_sharded_weights(
+    path: Path, module: nn.Module, kept_names: Collection[str], strict: bool
+) -> None:
+    """Load the state of a module from a folder; some names may be missing in it."""
+    # These take a while to import, and other strategies do not need them.
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = FileSystemReader(path)
+    saved = {key[1] for key in reader.read_metadata().planner_data.values()}
+    state = module.state_dict()
+    loaded = {name: value for name, value in state.items() if name in saved}
+    load({"state_dict": loaded}, storage_reader=reader)
+    kept = {name: state[name] for name in kept_names}
+    module.load_state_dict({**kept, **loaded}, strict=strict)
+
+
 def load_sharded_optimizers(path: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Load the states of optimizers from a folder; drop the states that aren't in it."""
-    # These take a while to import, and other strategies do not need them.
     from torch.distributed.checkpoint import state_dict as sharded_state
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
