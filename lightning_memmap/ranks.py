@@ -59,8 +59,8 @@ def check_ranks_match(
             )
             differing.append(f"{name}: {'; '.join(values)}")
     if differing:
-        rest = f" | {len(differing) - 5} more" if len(differing) > 5 else ""
+        rest = f" | {len(differing) - 4} more" if len(differing) > 4 else ""
         raise RankMismatchError(
-            f"the processes must have the same {subject}, but differ in "
-            f"{' | '.join(differing[:5])}{rest}. {remedy}"
+            f"the processes must have the same {subject}, but differ in"
+            f" {' | '.join(differing[:4])}{rest}. {remedy}"
         )

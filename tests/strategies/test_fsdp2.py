@@ -296,6 +296,7 @@ def run_two(out: Path) -> dict[str, Any]:
         "root": make_report(fit(out, "root")),
         "resharded": make_report(fit(out, "resharded", reshard_after_forward=True, **blocks)),
         "recomputed": make_report(fit(out, "recomputed", activation_checkpointing=True, **blocks)),
+        "every second": make_report(fit(out, "second", activation_checkpointing=2, **blocks)),
         "tied": make_report(fit(out, "tied", lambda: Deep(tied=True), **blocks)),
     }
     found |= initialised(out, blocks)
@@ -567,6 +568,7 @@ def test_recomputed_units_run_twice(two: Runs) -> None:
     steps = len(two.steps("blocks"))
     assert two.reports("blocks")[0]["calls"] == [steps] * 3
     assert two.reports("recomputed")[0]["calls"] == [2 * steps] * 3
+    assert two.reports("every second")[0]["calls"] == [steps, 2 * steps, steps]
     assert all(
         torch.equal(value, two.state("blocks")[name])
         for name, value in two.state("recomputed").items()
@@ -743,6 +745,7 @@ class Half(Rounded):
         ({"min_unit_parameters": 0}, {}, "min_unit_parameters=0"),
         ({"replicate_size": 0}, {}, "replicate_size=0"),
         ({"replicate_size": 3}, {}, "replicate_size=3"),
+        ({"activation_checkpointing": 0}, {}, "activation_checkpointing=0"),
         ({"cpu_offload": True}, {}, "cpu_offload=True with accelerator='cpu'"),
         ({"reduce_dtype": "int8"}, {}, "reduce_dtype='int8'"),
         ({"reduce_dtype": "half precision"}, {}, "reduce_dtype='half precision'"),

@@ -24,7 +24,8 @@ def first_failure(run: int, error: Exception) -> str | None:
         A sentence to add to the error: which rank failed before, and its error, or that a process
         has ended without an error. None if there is nothing to add.
     """
-    ours = f"rank {dist.get_rank()}: {describe_error(error)}"
+    described = describe_error(error)
+    ours = f"rank {dist.get_rank()}: {described}"
     first = ""
     is_gone = _IS_GONE in ours
     store = rendezvous_store()
@@ -38,7 +39,8 @@ def first_failure(run: int, error: Exception) -> str | None:
         except RuntimeError:
             # The process with the store has ended.
             first = ""
-    if first and first != ours:
+    # Several may have raised the same.
+    if first and first.partition(": ")[2] != described:
         return f"another process failed before: {first}"
     if is_gone:
         return "another process of the run has ended; its own error is in what it printed"

@@ -116,9 +116,9 @@ def _check_modules_match(module: nn.Module) -> bool:
         facts,
         subject="module",
         remedy=(
-            "On the meta device may be the same tensors of all ranks, or any if rank 0 has all"
-            " values. A model of from_pretrained() is in evaluation mode, and may have another"
-            " dtype than one of from_config(): call train(), and pass dtype="
+            "On other ranks than 0, tensors may be on the meta device, if rank 0 has all values."
+            " from_pretrained() returns a model in evaluation mode, and may choose another dtype"
+            " than from_config(): call train(), and pass dtype="
         ),
     )
     return has_values

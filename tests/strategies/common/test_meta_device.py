@@ -169,6 +169,19 @@ def moved() -> Net:
     return Initialised(Adapted()).to("meta")
 
 
+def tied() -> Net:
+    """Which of the two initialises the weight of both?"""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    return Net(first, second)
+
+
+def tied_to_scale() -> Net:
+    first, second = nn.LayerNorm(4, bias=False), Scale()
+    second.scale = first.weight
+    return Net(first, second)
+
+
 class Twice(Net):
     def __init__(self) -> None:
         super().__init__(nn.Linear(4, 4))
@@ -212,6 +225,7 @@ class Fails(Scale):
         (OtherSignature, r"net.0 \(Linear\): weight"),
         (lambda: Net(Adapted()), r"lora_A.default \(Linear\): weight"),
         (moved, r"lora_A.default \(Linear\): weight"),
+        (tied, r"net.0 \(Linear\): weight; net.1 \(Linear\): weight"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:for .*copying from a non-meta parameter")
@@ -226,7 +240,15 @@ def test_values_that_would_be_lost_raise_and_leave_the_module(
     assert all(tensor.is_meta for tensor in module.state_dict().values())
 
 
-@pytest.mark.parametrize("make", [zeroed, moved, lambda: Net(nn.Linear(4, 4), Scale())])
+def test_tensors_that_one_of_two_modules_initialises_stay_tied() -> None:
+    module = on_meta(tied_to_scale)
+    parameter = module.net[1].scale
+    found = initialised(module)
+    assert found.net[0].weight is found.net[1].scale is parameter
+    assert parameter.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("make", [zeroed, moved, tied, lambda: Net(nn.Linear(4, 4), Scale())])
 def test_checkpoint_may_bring_all_values(make: Callable[[], Net]) -> None:
     module: Any = on_meta(make)
     module._trainer = SimpleNamespace(ckpt_path="last.ckpt")
@@ -234,6 +256,13 @@ def test_checkpoint_may_bring_all_values(make: Callable[[], Net]) -> None:
     if isinstance(module.net[-1], Scale):
         # Nothing has set it.
         assert module.net[1].scale.isnan().all()
+
+
+def test_checkpoint_without_a_parameter_does_not_bring_it() -> None:
+    module: Any = on_meta(zeroed)
+    module._trainer = SimpleNamespace(ckpt_path="last.ckpt")
+    with pytest.raises(UnsuitableModuleError, match=r"net.1 \(Linear\): weight"):
+        MetaInitializer(module, not_loaded=["net.1.weight"])
 
 
 def test_checkpoint_does_not_bring_buffers_that_are_not_saved() -> None:
