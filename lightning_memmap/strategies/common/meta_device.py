@@ -128,6 +128,7 @@ class MetaInitializer:
         adapters = list[NamedTensor]()
         initialized = defaultdict[Tensor, list[NamedTensor]](list)
         in_adapters = _adapter_modules(self._order)
+        written = {getattr(*key) for key in counts}
         for key, version in versions.items():
             child, name = key
             if f"{self._names[child]}.{name}".lstrip(".") in loaded:
@@ -136,9 +137,9 @@ class MetaInitializer:
                 initialized[getattr(child, name)].append(key)
             if child in in_adapters:
                 adapters.append(key)
-            elif key not in counts:
+            elif getattr(child, name) not in written:
                 missing.append(key)
-            elif version > counts[key]:
+            elif version > counts.get(key, version):
                 changed.append(key)
         remedy = (
             "build it on the CPU, or pass a checkpoint of all weights (ckpt_path) to the Trainer"
