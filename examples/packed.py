@@ -1,14 +1,14 @@
 """Fine-tune a Llama of Hugging Face's transformers on packed documents, sharded by FSDP2.
 
-    pip install transformers
+    pip install transformers peft
     python examples/packed.py --devices 8
-    python examples/packed.py --devices 8 --lora_rank 16 --precision bf16-mixed    # needs peft
+    python examples/packed.py --devices 8 --lora_rank 16 --precision bf16-mixed
 
 Prompts are masked, documents attend to themselves only, and the loss is the mean over all answers
 of an optimizer step, whatever the number of processes. Without ``--pretrained NAME`` the model is
 small and begins from a config: nothing is downloaded. A run that was interrupted continues inside
-its epoch with ``--ckpt_path checkpoints/packed/last.ckpt``. The texts, 750 KB about Python, come
-with Python itself (PSF licence).
+its epoch with ``--ckpt_path checkpoints/packed/last.ckpt``, also on another number of devices. The
+texts, 750 KB about Python, come with Python itself (PSF licence).
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from jsonargparse import auto_cli
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from examples.data.paragraphs import IGNORED, Paragraphs
 from lightning_memmap import MemmapDataModule
@@ -51,31 +51,49 @@ class FineTuning(L.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.lr = lr
-        config = LlamaConfig(
+        self.hidden = hidden
+        self.layers = layers
+        self.pretrained = pretrained
+        self.lora_rank = lora_rank
+        # FlexAttention omits pairs of different documents. On a CPU it can't be trained.
+        self.attention = "flex_attention" if torch.cuda.is_available() else "sdpa"
+        self.model: Any = None
+
+    def configure_model(self) -> None:
+        """Build the model: rank 0 with its weights, which it sends to all others."""
+        if self.model is not None:
+            return
+        models: Any = AutoModelForCausalLM
+        options = {"attn_implementation": self.attention, "dtype": torch.float32}
+        if self.pretrained is not None and self.global_rank == 0:
+            model = models.from_pretrained(self.pretrained, **options)
+        else:
+            with torch.device("cpu" if self.global_rank == 0 else "meta"):
+                model = models.from_config(self.config(), **options)
+        if self.lora_rank:
+            from peft import LoraConfig, get_peft_model
+
+            adapted = ["q_proj", "k_proj", "v_proj", "o_proj"]
+            lora = LoraConfig(r=self.lora_rank, target_modules=adapted, task_type="CAUSAL_LM")
+            model = get_peft_model(model, lora)
+        # from_pretrained() returns a model in evaluation mode.
+        self.model = model.train()
+
+    def config(self) -> Any:
+        """Return the config of the pretrained model, or of a small one."""
+        if self.pretrained is not None:
+            return AutoConfig.from_pretrained(self.pretrained)
+        return LlamaConfig(
             vocab_size=256,
-            hidden_size=hidden,
-            intermediate_size=2 * hidden,
-            num_hidden_layers=layers,
+            hidden_size=self.hidden,
+            intermediate_size=2 * self.hidden,
+            num_hidden_layers=self.layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=2048,
             tie_word_embeddings=True,
             use_cache=False,
         )
-        # FlexAttention omits pairs of different documents. On a CPU it can't be trained.
-        self.attention = "flex_attention" if torch.cuda.is_available() else "sdpa"
-        models: Any = AutoModelForCausalLM
-        options = {"attn_implementation": self.attention}
-        if pretrained is None:
-            self.model = models.from_config(config, **options)
-        else:
-            self.model = models.from_pretrained(pretrained, **options)
-        if lora_rank:
-            from peft import LoraConfig, get_peft_model
-
-            layers_to_adapt = ["q_proj", "k_proj", "v_proj", "o_proj"]
-            lora = LoraConfig(r=lora_rank, target_modules=layers_to_adapt, task_type="CAUSAL_LM")
-            self.model = get_peft_model(self.model, lora)
 
     def losses(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Return the loss of each token and its target, of shape (B, L) each."""
@@ -153,7 +171,9 @@ def main(
         layout={"labels": Pad(value=IGNORED)},
     )
     trainer = L.Trainer(
-        strategy=FSDP2Strategy(wrap_classes=["LlamaDecoderLayer"]),
+        strategy=FSDP2Strategy(
+            wrap_classes=["LlamaDecoderLayer"], exclude_frozen_parameters=lora_rank > 0
+        ),
         devices=devices,
         accumulate_grad_batches=accumulate,
         max_steps=max_steps,

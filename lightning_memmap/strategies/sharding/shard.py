@@ -118,7 +118,8 @@ def _check_modules_match(module: nn.Module) -> bool:
         remedy=(
             "On other ranks than 0, tensors may be on the meta device, if rank 0 has all values."
             " from_pretrained() returns a model in evaluation mode, and may choose another dtype"
-            " than from_config(): call train(), and pass dtype="
+            " than from_config(): call train(), pass dtype=, and call tie_weights() where"
+            " parameters aren't shared"
         ),
     )
     return has_values
