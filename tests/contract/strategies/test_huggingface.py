@@ -405,6 +405,7 @@ def test_adapters_resume(two: Runs, four: Runs, name: str) -> None:
 
 # peft asks transformers for a name that will be removed.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.filterwarnings("ignore:Found keys that are in the model state dict but not")
 def test_adapters_of_a_checkpoint_are_loaded_by_peft(
     two: Runs, one: Runs, tmp_path: Path, pretrained: Path
 ) -> None:
