@@ -167,8 +167,7 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
                 f"reduce_dtype={reduce_dtype!r}: pass a floating-point dtype, such as 'bfloat16'"
             )
         self._reduce_dtype: torch.dtype | None = dtype
-        # Which units recompute their activations: every n-th, or none.
-        self._recompute_every = int(activation_checkpointing)
+        self._activation_checkpointing = activation_checkpointing
         self._compile_units = compile_units
         self._sync_each_micro_batch = sync_each_micro_batch
         self._is_save_sharded = save_distributed_checkpoint
@@ -248,8 +247,8 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         self.precision_plugin.convert_module(module)
         units = choose_units(module, self._wrap_classes, self._min_unit_parameters)
         options = self._options(module, units)
-        if self._recompute_every:
-            recompute_activations(module, units, self._recompute_every)
+        if self._activation_checkpointing:
+            recompute_activations(module, units, every=int(self._activation_checkpointing))
         if self._compile_units:
             compile_forward(module, units)
         dtype = _COMPUTE[self.precision_plugin.precision]
@@ -275,7 +274,7 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
             "reshard_after_forward": self._reshard_after_forward,
             "cpu_offload": self._cpu_offload,
             "reduce_dtype": self._reduce_dtype,
-            "activation_checkpointing": self._recompute_every,
+            "activation_checkpointing": self._activation_checkpointing,
             "compile_units": self._compile_units,
             # Not the argument itself: other arguments may choose the same units.
             f"the units that {chosen_by} chooses": sorted(names[unit] for unit in units),
