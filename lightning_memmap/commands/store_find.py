@@ -18,7 +18,7 @@ def find_stores(path: str) -> dict[str, Path | StoreUrl]:
     """Find a store, by an empty name, or the stores up to two levels below, by relative path."""
     location = path_or_url(path)
     if isinstance(location, StoreUrl):
-        names = RemoteFiles(location).stores()
+        names = RemoteFiles(location).find_stores()
         return {name: location / name if name else location for name in names}
     # Resolved, so that "." has a name.
     directory = Path(os.path.realpath(location))

@@ -115,13 +115,13 @@ def build_missing(
         return _reopen(request)
     with ExitStack() as lock, ExitStack() as stack:
 
-        def built_meanwhile() -> Store | None:
+        def lock_and_reopen() -> Store | None:
             lock.enter_context(directory.locked())
-            is_there = is_store(directory.path) and not overwrite
-            return _reopen(request, is_locked=True) if is_there else None
+            exists = is_store(directory.path) and not overwrite
+            return _reopen(request, is_locked=True) if exists else None
 
         # Only the start of a part needs the lock: several processes write parts at once.
-        if part is None and (store := built_meanwhile()) is not None:
+        if part is None and (store := lock_and_reopen()) is not None:
             return store
         identity = request.identity
         if request.is_stream:
@@ -135,7 +135,7 @@ def build_missing(
             probes = request.probes(workers)
         more = {} if part is None else {NUM_PARTS: str(part[1])}
         draft = request.draft(workers.dataset, probes, identity, **more)
-        if part is not None and (store := built_meanwhile()) is not None:
+        if part is not None and (store := lock_and_reopen()) is not None:
             return store
         # Rows that no later build can resume are removed, because they would fill the disk.
         resume = part is not None or not (overwrite or request.is_stream)
@@ -185,7 +185,7 @@ def _reopen(request: BuildRequest, *, is_locked: bool = False) -> Store:
         num_workers=request.num_workers,
         progress=request.show,
     )
-    if os.access(directory.path, os.W_OK) and (identity is not None or directory.has_left):
+    if os.access(directory.path, os.W_OK) and (identity is not None or directory.has_unused):
         lock = nullcontext() if is_locked else directory.locked(wait=False)
         # Nothing changes if another process has the lock, or if this one may not write.
         with suppress(StoreError, OSError), lock:

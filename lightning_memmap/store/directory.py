@@ -7,7 +7,7 @@
       .lock                    held by a process that changes any of this
 
 A process that has read a manifest finds exactly its files, or none if the store was replaced. Other
-users may have put files there. No link is followed, and files of others stay as they are.
+users may have put files there. No link is followed, and their files stay as they are.
 """
 
 import fcntl
@@ -49,9 +49,10 @@ JOURNAL = "journal"
 SERVING = "serving"
 _LOCK = ".lock"
 _UNFINISHED_MANIFEST = MANIFEST + TEMPORARY
-#: The locks that this process holds. Processes that it forks, and that may outlive it, do not.
+#: The locks that this process holds. They are closed in processes that it forks, because these may
+#: outlive it.
 _locks = set[int]()
-os.register_at_fork(after_in_child=lambda: _release(*_locks))
+os.register_at_fork(after_in_child=lambda: _close_locks(*_locks))
 _log = logging.getLogger(__name__)
 
 
@@ -63,7 +64,7 @@ def is_store(directory: Path) -> bool:
         return False
     except OSError as error:
         raise StoreError(
-            f"{directory} cannot be looked into: {error.strerror}: let its owner give you the right"
+            f"{directory} cannot be searched: {error.strerror}: ask its owner for the right"
             " to read it, or choose another directory"
         ) from error
     return True
@@ -76,11 +77,11 @@ def list_stores(directory: Path) -> list[str]:
 
 
 def check_free(directory: Path, argument: str) -> None:
-    """Check that a place has a store, what builds leave of one, or nothing."""
+    """Check that a directory is missing or empty, or has a store or an unfinished build."""
     if not os.path.lexists(directory):
         return
     if is_store(directory):
-        _check_ours(directory, argument)
+        _check_manifest(directory, argument)
         return
     names = os.listdir(directory) if directory.is_dir() else [""]
     # Another process may have finished the store a moment ago.
@@ -97,8 +98,8 @@ def check_free(directory: Path, argument: str) -> None:
     )
 
 
-def _check_ours(directory: Path, argument: str) -> None:
-    """Check that the manifest in a directory is a store's: other software uses the name, too."""
+def _check_manifest(directory: Path, argument: str) -> None:
+    """Check that the manifest in a directory is of a store: other software uses the name too."""
     if any(GENERATION.fullmatch(name) for name in os.listdir(directory)):
         return  # A damaged manifest may be replaced.
     path = directory / MANIFEST
@@ -114,7 +115,7 @@ def _check_ours(directory: Path, argument: str) -> None:
 
 @dataclass(frozen=True)
 class StoreDirectory:
-    """The directory of one store, which need not exist."""
+    """The directory of one store, which may not exist yet."""
 
     path: Path
 
@@ -123,21 +124,21 @@ class StoreDirectory:
         return self.path / manifest.generation
 
     @property
-    def has_left(self) -> bool:
-        """Whether an interrupted build has left something, as far as this process can see."""
+    def has_unused(self) -> bool:
+        """Whether an interrupted build has left files, as far as this process can see."""
         with suppress(OSError, StoreError):
-            return bool(self.unfinished(KEY)) or any(map(is_there, self._left()))
+            return bool(self.unfinished(KEY)) or any(map(is_there, self._find_unused()))
         return False
 
     @contextmanager
     def locked(self, *, wait: bool = True) -> Iterator[None]:
-        """Hold the lock for changes. Unused files are removed first."""
+        """Hold the lock for changes, and remove unused files first."""
         path = self.path / _LOCK
         with ExitStack() as stack:
             try:
                 lock = self._open_lock(path)
                 _locks.add(lock)
-                stack.callback(_release, lock)
+                stack.callback(_close_locks, lock)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -175,7 +176,7 @@ class StoreDirectory:
         return lock
 
     def begin(self, name: str | None = None) -> Path:
-        """Make a generation for a build. The lock must be held, until it has a key."""
+        """Make a generation for a build. The lock must be held until the generation has a key."""
         path = self.path / (name or f"g-{secrets.token_hex(8)}")
         path.mkdir()
         return path
@@ -186,11 +187,11 @@ class StoreDirectory:
         The current generation may have a key too, if the process that committed it was killed.
         """
         try:
-            generations = [path for path in self._generations() if is_there(path / key)]
+            generations = [path for path in self._list_generations() if is_there(path / key)]
         except OSError as error:
             raise StoreError(
-                f"{self.path} cannot be listed, so that unfinished builds in it are not found:"
-                f" {error}: see that its disk works, that you have the right to read it, and that"
+                f"{self.path} cannot be listed, so unfinished builds in it are not found:"
+                f" {error}: check that its disk works, that you have the right to read it, and that"
                 " the process may open more files (`ulimit -n`)"
             ) from error
         with suppress(MemmapError):  # There isn't a store yet, or it cannot be read.
@@ -204,7 +205,7 @@ class StoreDirectory:
             remove_tree(path)
 
     def commit(self, manifest: Manifest) -> None:
-        """Make a generation the store. The lock must be held, and its files be on the disk."""
+        """Make a generation the store. The lock must be held, and its files must be synced."""
         sync_path(self.files(manifest))
         sync_path(self.path)
         manifest.write(self.path)
@@ -218,7 +219,7 @@ class StoreDirectory:
         If the directory cannot be listed now, they stay until the next change.
         """
         try:
-            unused = list(self._left())
+            unused = list(self._find_unused())
         except OSError as error:
             _log.warning("%s cannot be listed: old files stay in it: %s", self.path, error)
             return
@@ -229,23 +230,23 @@ class StoreDirectory:
                 with suppress(OSError):  # It is not there, or this process may not remove it.
                     path.unlink()
 
-    def _left(self) -> Iterator[Path]:
-        """Old generations, and what the build of the current one may have left in it."""
+    def _find_unused(self) -> Iterator[Path]:
+        """Yield old generations, and files that the build of the current one has left in it."""
         yield self.path / _UNFINISHED_MANIFEST
         try:
             current = Manifest.read(self.path).generation if is_store(self.path) else ""
         except OtherVersionError:
             raise
         except StoreError:
-            return  # Whose files these are cannot be told.
-        for path in self._generations():
+            return  # Without a manifest, the current generation is unknown.
+        for path in self._list_generations():
             if path.name == current:
                 temporary = path.glob(f"*{TEMPORARY}")
                 yield from (path / JOURNAL, path / SERVING, *temporary, path / PARTS, path / KEY)
             elif not any(is_there(path / key) for key in (KEY, PARTS)):
                 yield path
 
-    def _generations(self) -> list[Path]:
+    def _list_generations(self) -> list[Path]:
         """Return the generations that belong to this user or to the owner of the directory."""
         generations = []
         try:
@@ -261,7 +262,7 @@ class StoreDirectory:
         return generations
 
 
-def _release(*locks: int) -> None:
+def _close_locks(*locks: int) -> None:
     for lock in locks:
         if lock in _locks:
             _locks.remove(lock)
@@ -269,11 +270,11 @@ def _release(*locks: int) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a generation. No link in it is followed."""
+    """Remove a generation without following links."""
     try:
         shutil.rmtree(path)
     except OSError as error:
-        raise StoreError(f"{path} cannot be removed: {error}: remove it by hand") from error
+        raise StoreError(f"{path} cannot be removed: {error}: remove it manually") from error
 
 
 def list_unknown_files(directory: Path, manifest: Manifest) -> list[str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling.rows import Integers
 
-#: No link is followed, no pipe waited for, and no program that is started has the file.
+#: Follow no link, wait for no pipe, and don't pass the file to programs that are started.
 SAFE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 #: Suffix of files that a build needs only until its store is in place.
 TEMPORARY = ".tmp"
@@ -39,7 +39,7 @@ def open_plain(path: Path | str, flags: int = os.O_RDONLY, directory: int | None
 
 
 def read_plain(path: Path, max_bytes: int) -> bytes:
-    """Read a small file that others may have put there, and never a link or a pipe."""
+    """Read a small file that may be untrusted, but never a link or a pipe."""
     with open(open_plain(path), "rb") as file:
         return file.read(max_bytes)
 
@@ -54,7 +54,7 @@ def is_there(path: Path) -> bool:
 
 
 def check_plain(path: Path) -> int:
-    """Check that a path leads to a plain file."""
+    """Check that a path is a plain file, and return its bytes."""
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
         raise _make_not_plain_error(path)
@@ -66,7 +66,7 @@ def _make_not_plain_error(path: Path | str) -> StoreError:
 
 
 def make_unreadable_error(path: Path, error: OSError) -> StoreError:
-    """Make the error for a file of a store that the system does not let this process read."""
+    """Make the error for a file of a store that this process can't read."""
     return StoreError(
         f"{path} cannot be read: {error.strerror}: see that you have the right to read it and all"
         " directories above it, that its disk works, and that the process may open more files"
@@ -75,7 +75,7 @@ def make_unreadable_error(path: Path, error: OSError) -> StoreError:
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write bytes at an offset of a file, in as many calls as it takes."""
+    """Write bytes at an offset of a file, in several calls if necessary."""
     while data:
         written = os.pwrite(descriptor, data, offset)
         data = data[written:]
@@ -83,19 +83,22 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def read_exactly(descriptor: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
-    """Read bytes of a file, not through a mapping: there, an error of the disk ends the process."""
+    """Read bytes of a file without mapping it: in a mapping, a disk error would end the process."""
     data = np.empty(num_bytes, np.uint8)
     done = 0
     while done < num_bytes:
         count = os.preadv(descriptor, [data[done:].data], offset + done)
         if not count:
-            raise OSError(errno.EIO, f"a file ends at byte {offset + done}, before what it is for")
+            raise OSError(
+                errno.EIO,
+                f"a file ends at byte {offset + done}, expected {offset + num_bytes} bytes",
+            )
         done += count
     return data
 
 
 def leaf_bytes(leaf: Tensor | NDArray[Any]) -> NDArray[np.uint8]:
-    """Return the bytes of a dense leaf on the CPU, in the byte order of this machine."""
+    """Return the bytes of a dense leaf on the CPU in native byte order, copied if necessary."""
     if isinstance(leaf, Tensor):
         # A single element counts as contiguous, whatever its stride is.
         flat = leaf.contiguous().as_strided((leaf.numel(),), (1,))

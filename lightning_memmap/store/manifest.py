@@ -39,16 +39,16 @@ VERSION = 6
 
 #: The most shards of a store.
 MAX_SHARDS = 2**16
-# Limits of a manifest, so that reading one takes about a second and some tens of MB at most.
-#: The most bytes of one.
+# Limits that keep reading a manifest below about a second and some tens of MB.
+#: The most bytes of a manifest.
 MAX_MANIFEST_BYTES = 8 * 2**20
-#: The most shards of all fields together.
+#: The most shards, summed over all fields.
 _MAX_FIELD_SHARDS = 2**17
 _MAX_PROBES = 64
 _MAX_SOURCE = 64
 _MAX_CLASSES = 2**15
 _MAX_CLASS_LETTERS = 128
-#: The most rows where no field has a byte, since no file then bounds their number.
+#: The most rows if no field has any bytes, so that no file bounds their number.
 _MAX_EMPTY_ROWS = 2**20
 #: Names of generations.
 GENERATION = re.compile(r"g-[0-9a-f]{16}")
@@ -90,7 +90,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @cached_property
     def columns(self) -> tuple[FixedColumn | RaggedColumn, ...]:
-        """How each field is kept, in the order of the fields."""
+        """The column of each field, in the order of the fields."""
         return tuple(
             RaggedColumn(field, self.shards, tuple(self.items.get(field.name, ())))
             if field.num_variable
@@ -171,7 +171,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return draft
 
     def write(self, directory: Path, name: str = MANIFEST) -> None:
-        """Write the manifest at once; in its place it makes the directory a store."""
+        """Write the manifest in one step. Under its own name, it makes the directory a store."""
         data = self.encode()
         temporary = directory / (name + TEMPORARY)
         # A file there may be of a killed process, or planted: remove it instead of writing to it.
@@ -198,7 +198,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 )
             self._decode(data)
         except (ValueError, SchemaError) as error:
-            raise StoreError(f"no store can be made of this: {error}") from error
+            raise StoreError(f"these rows can't be stored: {error}") from error
         return data
 
     @classmethod
@@ -209,7 +209,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             data = read_plain(path, MAX_MANIFEST_BYTES + 1)
         except (FileNotFoundError, NotADirectoryError):
             raise StoreNotFoundError(
-                f"no store at {directory}: build it by giving the dataset, or with"
+                f"no store at {directory}: build it from a dataset, or with"
                 f" `lightning-memmap store build {directory} --dataset ...`"
             ) from None
         except OSError as error:
@@ -239,7 +239,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ValueError(f"it does not name the format {FORMAT!r}")
             if bytes(header.version) != b"%d" % VERSION:
                 raise OtherVersionError(
-                    f"the store at {where} has format version {_shown(header.version)}, and this"
+                    f"the store at {where} has format version {_shorten(header.version)}, and this"
                     f" version of lightning_memmap reads version {VERSION}: remove it and build it"
                     " again"
                 )
@@ -248,12 +248,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ValueError("its digest does not match its content")
             manifest = msgspec.json.decode(body, type=cls, dec_hook=read_dtype)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise ValueError(f"{error or 'it is nested too deeply'}{_named(data, error)}") from None
+            raise ValueError(
+                f"{error or 'it is nested too deeply'}{_name_value(data, error)}"
+            ) from None
         manifest._check()
         return manifest
 
     def _check(self) -> None:
-        """Check what ties the values to each other."""
+        """Check that the values match each other."""
         check_schema(self.schema)
         names = [field.name for field in self.schema.fields]
         counts = {field.name: self.num_shards for field in self.schema.fields if field.num_variable}
@@ -276,7 +278,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             not any(column.file_bytes for column in self.columns)
             and self.num_rows > _MAX_EMPTY_ROWS
         ):
-            raise ValueError(f"{self.num_rows} rows without a byte, of {_MAX_EMPTY_ROWS} at most")
+            raise ValueError(
+                f"{self.num_rows} rows without any bytes: at most {_MAX_EMPTY_ROWS} are supported"
+            )
 
 
 class _Header(msgspec.Struct):
@@ -285,20 +289,20 @@ class _Header(msgspec.Struct):
 
 
 def sign(body: bytes) -> bytes:
-    """Put the digest of a JSON object into it, as its first value."""
+    """Insert the digest of a JSON object as its first value."""
     return b'{"digest":"%s",%s' % (xxhash.xxh3_64_hexdigest(body).encode(), body[1:])
 
 
-def _named(data: bytes, error: Exception) -> str:
+def _name_value(data: bytes, error: Exception) -> str:
     """Return the value that an error is about, if the error names its key."""
     match = re.search(r"`\$\.(\w+)", str(error))
     if match is None:
         return ""
     value = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get(match[1])
-    return "" if value is None else f", in {match[1]}={_shown(value)}"
+    return "" if value is None else f", in {match[1]}={_shorten(value)}"
 
 
-def _shown(value: msgspec.Raw) -> str:
+def _shorten(value: msgspec.Raw) -> str:
     return short_repr(bytes(value)[:99].decode(errors="replace"))[1:-1]
 
 
@@ -306,12 +310,12 @@ def check_num_shards(num_shards: int) -> int:
     """Check the num_shards argument of a user."""
     num_shards = check_integer("num_shards", num_shards)
     if not 1 <= num_shards <= MAX_SHARDS:
-        raise ValueError(f"num_shards={num_shards}: at least 1 is needed, and at most {MAX_SHARDS}")
+        raise ValueError(f"num_shards={num_shards}: must be at least 1 and at most {MAX_SHARDS}")
     return num_shards
 
 
 class OtherVersionError(StoreError):
-    """A store is of another version of the format."""
+    """A store has another version of the format."""
 
 
 def are_class_names(names: Sequence[Any]) -> bool:

@@ -331,7 +331,7 @@ def test_build_bad_argument_is_named(
     [
         ({str(index): index for index in range(4097)}, 1, 24, "4097 fields: a store has 1 to 4096"),
         (list(range(3)), 9, 2**16, "num_shards=65536: .* 131072"),
-        (torch.zeros([1] * 32 + [0]), 2**20 + 1, 24, "1048577 rows without a byte"),
+        (torch.zeros([1] * 32 + [0]), 2**20 + 1, 24, "1048577 rows without any bytes"),
     ],
 )
 def test_build_of_what_could_not_be_opened_is_refused_when_the_probe_rows_are_read(

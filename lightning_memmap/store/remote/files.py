@@ -1,4 +1,4 @@
-"""The files of a remote directory, through fsspec, and what can go wrong with them."""
+"""The files of a remote directory, read and written through fsspec, and their errors."""
 
 import errno
 import logging
@@ -44,7 +44,7 @@ _SILENCE_S = 20.0
 _READ_S = 300.0
 #: Seconds without an answer until a warning, and until the next warning.
 _SILENT_S = 5.0
-_SAID_AGAIN_S = 30.0
+_WARNING_INTERVAL_S = 30.0
 _log = logging.getLogger(__name__)
 
 
@@ -57,22 +57,23 @@ class RemoteFiles:
 
     def __init__(self, url: StoreUrl) -> None:
         self.url = url
-        self._said_s = -math.inf
-        # In ``file://`` URLs fsspec takes ``%20`` for three characters.
+        #: When the last warning was logged.
+        self._warned_s = -math.inf
+        # fsspec doesn't decode ``%20`` in ``file://`` URLs.
         address = unquote(url) if url.lower().startswith("file:") else url
         try:
             self._system, path = url_to_fs(address, use_listings_cache=False)
         except ImportError as error:
             raise StoreError(
-                f"{url} cannot be opened: {error}: pip install 'lightning_memmap[remote]' has the"
-                " library for s3://; that for gs:// is gcsfs, and for hf:// huggingface_hub"
+                f"{url} cannot be opened: {error}: install"
+                " 'lightning_memmap[remote]' for s3://, gcsfs for gs://, or huggingface_hub for hf://"
             ) from error
         except ValueError as error:
             raise ValueError(f"{url}: {error}") from error
-        except Exception as error:  # Each library has its own.
+        except Exception as error:  # Each library has its own errors.
             raise StoreError(f"{url} cannot be opened: {describe_error(error)}") from error
         self._is_local = isinstance(self._system, LocalFileSystem)
-        if self._is_local:  # Elsewhere there are no directories, and this might make a bucket.
+        if self._is_local:  # On other file systems, this might create a bucket.
             self._system = LocalFileSystem(auto_mkdir=True)
         self._path = path.rstrip("/")
         self._is_web = "http" in self._system.protocol
@@ -80,8 +81,8 @@ class RemoteFiles:
     def read(self, name: str, start: int, end: int, *, patience_s: float = math.inf) -> bytes:
         """Read part of a file; fewer bytes if the file ends, or if the server sends fewer."""
         read = self._read_web if self._is_web else self._system.cat_file
-        work: Callable[[], bytes] = partial(read, self._at(name), start=start, end=end)
-        data = self._tried(work, name, patience_s)
+        work: Callable[[], bytes] = partial(read, self._full_path(name), start=start, end=end)
+        data = self._try(work, name, patience_s)
         if len(data) > end - start:
             raise StoreError(
                 f"{self.url / name}: requested {end - start} bytes, and got more. The server sends"
@@ -90,7 +91,7 @@ class RemoteFiles:
             )
         return data
 
-    def read_if_there(self, name: str, max_bytes: int) -> bytes | None:
+    def read_if_exists(self, name: str, max_bytes: int) -> bytes | None:
         """Read a small file, at most ``max_bytes + 1`` bytes; None if it doesn't exist."""
         with suppress(StoreNotFoundError):
             return self.read(name, 0, max_bytes + 1)
@@ -99,27 +100,29 @@ class RemoteFiles:
     def size(self, name: str) -> int | None:
         """Return the size of a file in bytes; None if the file doesn't exist or has no size."""
         with suppress(StoreNotFoundError):
-            size: int | None = self._tried(partial(self._system.info, self._at(name)), name)["size"]
+            size: int | None = self._try(partial(self._system.info, self._full_path(name)), name)[
+                "size"
+            ]
             return size
         return None
 
-    def stores(self) -> list[str]:
-        """Find the store in this directory, an empty path, or the stores one or two levels down."""
-        if self.read_if_there(MANIFEST, 0) is not None:
+    def find_stores(self) -> list[str]:
+        """Find the store here, as an empty path, or the stores one or two levels down."""
+        if self.read_if_exists(MANIFEST, 0) is not None:
             return [""]
         if self._is_web:
             raise StoreNotFoundError(
                 f"no store at {self.url}, and no directory that can be listed. Use the URL of one"
                 f" store, such as {self.url / 'train'}"
             )
-        if not (stores := self.stores_inside()):
+        if not (stores := self.find_inner_stores()):
             raise StoreNotFoundError(f"no store at {self.url}, nor in the directories there")
         return stores
 
-    def stores_inside(self) -> list[str]:
+    def find_inner_stores(self) -> list[str]:
         """Find the stores one or two levels down in a directory that can be listed."""
         try:
-            files = self._tried(partial(self._system.find, self._path, maxdepth=3), "")
+            files = self._try(partial(self._system.find, self._path, maxdepth=3), "")
         except StoreNotFoundError:
             return []
         names = [str(file).rstrip("/").removeprefix(f"{self._path}/") for file in files]
@@ -129,34 +132,34 @@ class RemoteFiles:
     def write(self, name: str, source: Path | bytes) -> None:
         """Upload a file, or write a small one. Object stores show it once it is complete."""
         system = self._system
-        at = self._at(name)
+        at = self._full_path(name)
         if self._is_web:
             raise StoreError(f"{self.url / name} cannot be written: http(s):// can only be read")
         if isinstance(source, Path):
-            self._tried(partial(system.put_file, str(source), at), name)
+            self._try(partial(system.put_file, str(source), at), name)
         else:
-            self._tried(partial(system.pipe_file, at, source), name)
+            self._try(partial(system.pipe_file, at, source), name)
 
-    def replace(self, name: str, data: bytes, beside: str) -> None:
-        """Write a small file in one step."""
+    def replace(self, name: str, data: bytes, folder: str) -> None:
+        """Write a small file in one step. ``folder`` may hold it until it is complete."""
         if self._is_local:
-            self.write(f"{beside}/{name}", data)
-            os.replace(self._at(f"{beside}/{name}"), self._at(name))
+            self.write(f"{folder}/{name}", data)
+            os.replace(self._full_path(f"{folder}/{name}"), self._full_path(name))
         else:
             self.write(name, data)
 
     def remove(self, name: str) -> None:
         """Remove a file, or a directory and all that is in it, if there is one."""
         with suppress(StoreNotFoundError):
-            self._tried(partial(self._system.rm, self._at(name), recursive=True), name)
+            self._try(partial(self._system.rm, self._full_path(name), recursive=True), name)
 
     @contextmanager
-    def _patient(self, where: object) -> Iterator[None]:
-        """Warn after a while without an answer: the library of a protocol may try for long."""
+    def _warn_if_slow(self, where: object) -> Iterator[None]:
+        """Warn after a while without an answer, because a library may keep trying."""
         if self._is_local:
             yield
             return
-        timer = Timer(_SILENT_S, self._say, [where])
+        timer = Timer(_SILENT_S, self._warn, [where])
         timer.daemon = True
         timer.start()
         try:
@@ -164,13 +167,13 @@ class RemoteFiles:
         finally:
             timer.cancel()
 
-    def _say(self, where: object) -> None:
-        # Several threads wait for the same server.
-        if monotonic() - self._said_s > _SAID_AGAIN_S:
-            self._said_s = monotonic()
+    def _warn(self, where: object) -> None:
+        # Several threads may wait for the same server.
+        if monotonic() - self._warned_s > _WARNING_INTERVAL_S:
+            self._warned_s = monotonic()
             _log.warning("%s: no answer for %g s: still waiting", where, _SILENT_S)
 
-    def _at(self, name: str) -> str:
+    def _full_path(self, name: str) -> str:
         return f"{self._path}/{name}"
 
     def _read_web(self, path: str, start: int, end: int) -> bytes:
@@ -183,7 +186,7 @@ class RemoteFiles:
             ) from error
         return data
 
-    def _tried(self, work: Callable[[], T], name: str, patience_s: float = math.inf) -> T:
+    def _try(self, work: Callable[[], T], name: str, patience_s: float = math.inf) -> T:
         where = self.url / name if name else self.url
         pause_s = _FIRST_PAUSE_S
         if is_offline():
@@ -191,26 +194,28 @@ class RemoteFiles:
         deadline = monotonic() + patience_s
         for num_left in reversed(range(_NUM_TRIES)):
             try:
-                with self._patient(where):
+                with self._warn_if_slow(where):
                     return work()
             except MemmapError:
                 raise
             except FileNotFoundError as error:
-                raise StoreNotFoundError(f"there is no {where}: {describe_error(error)}") from error
-            except Exception as error:  # Each library has its own.
+                raise StoreNotFoundError(
+                    f"{where} does not exist: {describe_error(error)}"
+                ) from error
+            except Exception as error:  # Each library has its own errors.
                 if _is_final(error):
                     raise StoreError(
-                        f"{where} was refused: {describe_error(error)}: see that the URL is right,"
-                        " that there is room, that there are credentials with the right to this"
+                        f"{where} was rejected: {describe_error(error)}: check that the URL is"
+                        " right, that there is room, that there are credentials with access to this"
                         " (for s3:// in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or in"
                         " ~/.aws), and that the server and the library of its protocol can do it"
                     ) from error
                 if not num_left or monotonic() > deadline:
                     raise UnreachableError(
-                        f"{where} cannot be reached: {describe_error(error)}: see that this machine"
-                        " has a network, and that the address is right (for s3:// of another"
-                        f" provider it is in AWS_ENDPOINT_URL); with {OFFLINE}=1, what is in the"
-                        " cache is used without asking"
+                        f"{where} cannot be reached: {describe_error(error)}: check that this"
+                        " machine has a network, and that the address is right (for s3:// of"
+                        " another provider, set AWS_ENDPOINT_URL); with"
+                        f" {OFFLINE}=1, only the cache is used"
                     ) from error
                 _log.warning("%s: %s: trying again", where, describe_error(error))
             sleep(pause_s)
@@ -219,11 +224,11 @@ class RemoteFiles:
 
 
 async def _read_part(system: Any, path: str, start: int, end: int) -> bytes:
-    """Read part of a file over http(s), and one byte more where the server sends more.
+    """Read part of a file over http(s), and one byte more if the server sends more.
 
-    ``cat_file`` would read, and unpack, whatever a server sends, for as long as it sends.
+    ``cat_file`` would read and decompress everything that a server sends, without limit.
     """
-    from aiohttp import ClientTimeout  # Here, as fsspec does: no other protocol needs it.
+    from aiohttp import ClientTimeout  # Imported late: no other protocol needs it.
 
     session = await system.set_session()
     limits = ClientTimeout(total=_READ_S, sock_connect=_CONNECT_S, sock_read=_SILENCE_S)
@@ -241,8 +246,8 @@ async def _read_part(system: Any, path: str, start: int, end: int) -> bytes:
         answer.raise_for_status()
         if (encoding := answer.headers.get("Content-Encoding", "identity")) != "identity":
             raise StoreError(
-                f"{path}: the server packs its answers ({encoding[:20]!r}), against the request."
-                " Switch that off for this directory"
+                f"{path}: the server compresses its answers ({encoding[:20]!r}), against the"
+                " request. Switch that off for this directory"
             )
         data = bytearray()
         while len(data) <= end - start:
@@ -253,7 +258,7 @@ async def _read_part(system: Any, path: str, start: int, end: int) -> bytes:
 
 
 def is_offline() -> bool:
-    """Return whether the user has forbidden to read URLs."""
+    """Return whether the user has disabled reading from URLs."""
     return os.environ.get(OFFLINE, "").lower() not in ("", "0", "false", "no", "off")
 
 

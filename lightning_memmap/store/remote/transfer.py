@@ -34,7 +34,7 @@ from lightning_memmap.store.remote.shards import (
 )
 from lightning_memmap.store.store import Store, open_directory
 
-#: In a generation at a URL: which one it replaces. It goes with that.
+#: The file in a generation at a URL that names the generation it replaces, until that is removed.
 _REPLACED = f"replaced{TEMPORARY}"
 _MAX_NAME_BYTES = 64
 
@@ -64,9 +64,9 @@ def push_store(
     store = open_directory(directory)
     files = store.files
     manifest = store.manifest
-    remote = RemoteFiles(_url(url))
-    before = remote.read_if_there(MANIFEST, MAX_MANIFEST_BYTES)
-    old = _decoded(before, url)
+    remote = RemoteFiles(_check_url(url))
+    before = remote.read_if_exists(MANIFEST, MAX_MANIFEST_BYTES)
+    old = _decode_manifest(before, url)
     if _are_same(old, manifest):
         # A push that was killed at its end may not have removed the generation it replaced.
         _remove_replaced(remote, old.generation)
@@ -81,7 +81,7 @@ def push_store(
             f"there is another store at {url}: replace it with overwrite=True (--overwrite), or"
             " choose another URL"
         )
-    if before is None and (inner := remote.stores_inside()):
+    if before is None and (inner := remote.find_inner_stores()):
         raise StoreError(
             f"{url} is a directory of stores, such as {inner[0]!r}: choose the URL of one store,"
             f" such as {remote.url / inner[0]}"
@@ -98,8 +98,8 @@ def push_store(
                     raise StoreError(f"the store at {directory} was replaced: push it again")
                 remote.write(at, files / name)
             advance(num_bytes)
-    if remote.read_if_there(MANIFEST, MAX_MANIFEST_BYTES) != before:
-        raise StoreError(f"another process has pushed another store to {url} meanwhile")
+    if remote.read_if_exists(MANIFEST, MAX_MANIFEST_BYTES) != before:
+        raise StoreError(f"another process has pushed another store to {url} at the same time")
     if old is not None:
         remote.write(f"{new.generation}/{_REPLACED}", old.generation.encode())
     remote.replace(MANIFEST, new.encode(), new.generation)
@@ -131,14 +131,14 @@ def pull_store(
         OSError: The disk is full, or the files cannot be written.
     """
     target = StoreDirectory(store_directory(path))
-    files = RemoteFiles(_url(url))
+    files = RemoteFiles(_check_url(url))
     manifest = read_manifest(files)
     check_free(target.path, "path")
     with target.locked():
         before = None
         if is_store(target.path):
             before = read_plain(target.path / MANIFEST, MAX_MANIFEST_BYTES)
-        if _are_same(_decoded(before, str(target.path)), manifest):
+        if _are_same(_decode_manifest(before, str(target.path)), manifest):
             return open_directory(target.path)
         if before is not None and not overwrite:
             raise StoreError(
@@ -153,14 +153,14 @@ def pull_store(
     return open_directory(target.path)
 
 
-def _url(given: str) -> StoreUrl:
-    url = path_or_url(given)
-    if not isinstance(url, StoreUrl):
-        raise ValueError(f"url={given!r}: must be a URL like s3://bucket/stores/train")
-    return url
+def _check_url(url: str) -> StoreUrl:
+    location = path_or_url(url)
+    if not isinstance(location, StoreUrl):
+        raise ValueError(f"url={url!r}: must be a URL like s3://bucket/stores/train")
+    return location
 
 
-def _decoded(data: bytes | None, where: str) -> Manifest | None:
+def _decode_manifest(data: bytes | None, where: str) -> Manifest | None:
     """Decode a manifest; None if it is missing, damaged or of another version."""
     with suppress(StoreError):
         return None if data is None else Manifest.decode(data, where)
@@ -172,13 +172,13 @@ def _are_same(one: Manifest | None, other: Manifest) -> TypeGuard[Manifest]:
     return one is not None and replace(one, generation=other.generation) == other
 
 
-def _remove_replaced(there: RemoteFiles, generation: str) -> None:
+def _remove_replaced(remote: RemoteFiles, generation: str) -> None:
     """Remove the generation that another has replaced, if there is one."""
     note = f"{generation}/{_REPLACED}"
-    name = (there.read_if_there(note, _MAX_NAME_BYTES) or b"").decode(errors="replace")
+    name = (remote.read_if_exists(note, _MAX_NAME_BYTES) or b"").decode(errors="replace")
     if GENERATION.fullmatch(name):
-        there.remove(name)
-        there.remove(note)
+        remote.remove(name)
+        remote.remove(note)
 
 
 def _begin(target: StoreDirectory, manifest: Manifest, name: str) -> Path:

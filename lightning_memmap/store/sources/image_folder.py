@@ -27,10 +27,10 @@ class ImageFolder(Dataset[dict[str, Any]]):
 
     Args:
         root: The folder of the classes.
-        mode: ``"RGB"``, ``"RGBA"`` or ``"L"``, as of `lightning_memmap.schema.Decode`.
+        mode: ``"RGB"``, ``"RGBA"`` or ``"L"``, as for `lightning_memmap.schema.Decode`.
             With None, samples have the bytes of each file, which must be decodable.
-        size: Height and width in pixels, or one number for both, as of `Decode`. By default images
-            keep their sizes.
+        size: Height and width in pixels, or one number for both, as for `Decode`. By default,
+            images keep their sizes.
 
     Attributes:
         classes: The names of the classes, by label. A store of this dataset has them as well.

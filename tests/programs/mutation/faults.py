@@ -419,7 +419,7 @@ _STORE = [
     Fault(
         "store/remote/transfer.py",
         "a push replaces what another process has pushed meanwhile",
-        "if remote.read_if_there(MANIFEST, MAX_MANIFEST_BYTES) != before:",
+        "if remote.read_if_exists(MANIFEST, MAX_MANIFEST_BYTES) != before:",
         "if False:",
         ("tests/store/remote/test_files.py::test_push_that_another_comes_between_mixes_nothing",),
     ),

@@ -88,8 +88,8 @@ def only(fault: Fault, name: str, times: int = 10**6) -> Callable[[str], Fault]:
         (SHORT, "is damaged: field 'x', shard 0", 2),
         (GARBLED, r"shard 0 .*lightning-memmap store verify", 2),
         (404, "x.memmap", None),
-        (403, r"x\.memmap was refused: .*403.* credentials", 1),
-        (410, "x.memmap was refused: .*410, .* see that the URL is right", 1),
+        (403, r"x\.memmap was rejected: .*403.* credentials", 1),
+        (410, "x.memmap was rejected: .*410, .* check that the URL is right", 1),
         (WHOLE, "640 bytes, and got more", 1),
     ],
 )
@@ -128,7 +128,7 @@ def test_answer_without_end_costs_no_more_memory_than_was_asked_for(
     web.fault = only(fault, name)
     tracemalloc.start()
     try:
-        message = "packs its answers" if fault == PACKED else "got more|larger than"
+        message = "compresses its answers" if fault == PACKED else "got more|larger than"
         with pytest.raises(StoreError, match=message):
             open_store(f"{web.url}/train")[0]
         assert tracemalloc.get_traced_memory()[1] < ENDLESS_BYTES / 2
@@ -157,7 +157,7 @@ def test_server_that_tells_no_lengths_is_pulled_from(web: FileServer, tmp_path: 
     assert holds(
         pull_store(f"{web.url}/train", tmp_path / "near", progress=False), Numbered(NUM_ROWS)
     )
-    assert files.RemoteFiles(StoreUrl(f"{web.url}/train")).stores() == [""]
+    assert files.RemoteFiles(StoreUrl(f"{web.url}/train")).find_stores() == [""]
 
 
 def test_fields_of_any_name_are_pulled(web: FileServer, tmp_path: Path) -> None:
