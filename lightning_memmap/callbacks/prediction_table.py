@@ -24,7 +24,7 @@ from lightning_memmap.schema.forms import Declared, read_declared
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.directory import is_store
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.writing import TableBuild, TableWriter, check_place
+from lightning_memmap.store.table import TableBuild, TableWriter, check_table_path
 
 
 class PredictionTable(BasePredictionWriter):
@@ -94,7 +94,7 @@ class PredictionTable(BasePredictionWriter):
             loaders.items(), trainer.num_predict_batches, strict=True
         ):
             table = _Table(path, self.overwrite, loader, self._declared)
-            check_place(path, overwrite=self.overwrite)
+            check_table_path(path, overwrite=self.overwrite)
             if num_batches < len(loader) and not getattr(trainer, "fast_dev_run", False):
                 raise _incomplete(trainer, f"{num_batches} of {len(loader)} batches")
             self._tables.append(table)

@@ -32,7 +32,7 @@ from lightning_memmap.store.directory import is_store
 from lightning_memmap.store.files import read_plain
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.store import Store, open_directory
-from lightning_memmap.store.writing import TableBuild, TableWriter
+from lightning_memmap.store.table import TableBuild, TableWriter
 from lightning_memmap.tables import write_atomically
 
 _RUN = "results.json"

@@ -1,15 +1,8 @@
-"""Writers of rows: of a dataset, a range at a time, or of a table.
-
-The rows of a dataset are read by slices of its arrays, or item by item. Several processes write the
-rows of a table, in any order. One makes the files (`TableBuild`), each writes the rows
-that it has (`TableWriter`) and marks them in the journal, and the first one finishes the table:
-each row was written exactly once if all are marked, and the processes have written as many rows as
-the table has. If a process ends before that, the table is absent, or still the old one.
-"""
+"""Read the rows of a dataset by slices or item by item, and write them a range at a time."""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, closing
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from time import monotonic, perf_counter
@@ -17,20 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_memmap.errors import StoreError
-from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.schema.fields import Values
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.building import Building, RowWriter
-from lightning_memmap.store.directory import JOURNAL, StoreDirectory, check_free, is_store
-from lightning_memmap.store.files import write_rows
-from lightning_memmap.store.journal import WRITTEN
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.probes import Probes
 from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.samples import hash_row, random_dataset_error
 from lightning_memmap.store.sources.source import Source, concatenate_sources, make_source
-from lightning_memmap.store.store import Store, open_directory
+from lightning_memmap.store.store import Store
 from lightning_memmap.store.workers import RowNumbers, RowRanges, Workers, start_threads
 
 #: Bytes of a slice. It is long, so that each of many shards receives a long run at once.
@@ -210,84 +198,3 @@ def _make_source(dataset: Any, schema: Schema, row_bytes: int) -> Source:
 
 def _read_store(store: Store, rows: RowNumbers) -> list[Values]:
     return store.read(np.asarray(rows, np.int64))
-
-
-def check_place(path: Path, *, overwrite: bool) -> None:
-    """Check that a table may be written to a path."""
-    check_free(path, "path")
-    if is_store(path) and not overwrite:
-        raise StoreError(
-            f"{path} exists: choose another path, or replace what is there with overwrite=True"
-        )
-
-
-class TableBuild:
-    """The build of a table, in one process, which holds the lock until the table is committed."""
-
-    def __init__(self, path: Path, draft: Manifest, *, overwrite: bool = False) -> None:
-        self._path = path
-        check_place(path, overwrite=overwrite)
-        with ExitStack() as stack:
-            stack.enter_context(StoreDirectory(path).locked(wait=False))
-            check_place(path, overwrite=overwrite)
-            self._building = stack.enter_context(Building.begin(path, draft, resume=False))
-            self.token = self._building.path.name
-            self._cleanup = stack.pop_all()
-
-    def finish(self, num_written: int, **source: str) -> Store:
-        """Commit the table, once all processes have closed their writers."""
-        num_rows = self._building.draft.num_rows
-        with self._cleanup:
-            if missing := self._building.missing():
-                raise StoreError(
-                    f"{sum(map(len, missing))} of {num_rows} rows were not written, the first of"
-                    f" them is row {missing[0].start}"
-                )
-            if num_written != num_rows:
-                raise StoreError(
-                    f"{num_written} rows were written, and the table has {num_rows}: some were"
-                    " written more than once"
-                )
-            self._building.finish(source=source)
-        return open_directory(self._path)
-
-    def abandon(self) -> None:
-        """Remove what was written, and release the lock. A second call does nothing."""
-        self._cleanup.close()
-
-
-class TableWriter:
-    """Writes rows into the files of a table that a `TableBuild` has made."""
-
-    def __init__(self, path: Path, draft: Manifest, token: str) -> None:
-        self._draft = draft
-        self.num_written = 0
-        try:
-            self._writer = RowWriter(path / token, draft.columns, JOURNAL)
-        except (FileNotFoundError, NotADirectoryError):
-            raise StoreError(
-                f"this process does not see the files of the table at {path}: all processes"
-                " must share one file system there, also on other machines"
-            ) from None
-
-    def write(self, rows: Sequence[int] | Integers, values: Sequence[Values]) -> None:
-        """Write rows in any order."""
-        numbers = np.asarray(rows, np.int64)
-        num_rows = self._draft.num_rows
-        if not len(numbers):
-            return
-        if numbers.min() < 0 or numbers.max() >= num_rows:
-            raise IndexError(f"rows {numbers.min()} to {numbers.max()}: the table has {num_rows}")
-        self._writer.write(numbers, values)
-        # The marks last: a row with one has all its values.
-        write_rows(self._writer.journal, numbers, np.full((len(numbers), 1), WRITTEN, np.uint8))
-        self.num_written += len(numbers)
-
-    def close(self) -> None:
-        """Bring the rows to the disk and close the files."""
-        self._writer.files.sync()
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Close the files. A second call does nothing."""
-        self._writer.close()

@@ -14,7 +14,7 @@ from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store import build_store, open_store, verify_store
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.recognition import check_dataset
-from lightning_memmap.store.writing import TableBuild, TableWriter
+from lightning_memmap.store.table import TableBuild, TableWriter
 from tests.support.datasets import Numbered, in_dataset_order
 from tests.support.store.layout import is_empty, names_in
 

@@ -19,7 +19,7 @@ from lightning_memmap.schema.fields import Values
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.directory import StoreDirectory
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.writing import TableBuild, TableWriter
+from lightning_memmap.store.table import TableBuild, TableWriter
 from lightning_memmap.strategies import SuperBatchDDPStrategy
 from tests.support.datasets import in_dataset_order
 from tests.support.models import Points, Regression, make_trainer

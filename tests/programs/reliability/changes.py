@@ -30,7 +30,7 @@ from lightning_memmap.store import (
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.remote import shards
 from lightning_memmap.store.remote.cache import DIRECTORY
-from lightning_memmap.store.writing import TableBuild, TableWriter
+from lightning_memmap.store.table import TableBuild, TableWriter
 from tests.programs.reliability.dataset import Edited, Files, Reusing, expected_rows, files, rows_of
 from tests.programs.reliability.forks import Raised, call
 from tests.programs.reliability.outcome import Fault, Outcome, Subject
