@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_memmap.sampling import Curriculum, Packed, Pool
@@ -63,6 +63,7 @@ some_lengths = st.lists(st.sampled_from([0, 1, 2, 3, 5, 40, 99, 100, 101, 250]),
     st.sampled_from([None, 1, 3]),
     st.integers(0, 3),
 )
+@example([5] * 40, 1, {"overflow": "split"}, 3, 0)
 @settings(deadline=None)
 def test_each_token_comes_once_at_a_position_of_its_shard(
     lengths: list[int], num_shards: int, options: Any, max_documents: int | None, epoch: int

@@ -1,4 +1,3 @@
-import dataclasses
 import math
 import tracemalloc
 from collections import Counter
@@ -100,20 +99,11 @@ def test_sampler_any_range_is_a_slice_of_an_epoch_that_has_each_row_once(
 def test_sampler_other_seed_or_epoch_gives_other_order(
     seed: int, other_seed: int, epoch: int, other_epoch: int, num_shards: int
 ) -> None:
-    assume((seed, epoch) != (other_seed, other_epoch))
+    assume(seed != other_seed and epoch != other_epoch)
     one = make_sampler(200, num_shards, seed, shuffle=True)
     other = make_sampler(200, num_shards, other_seed, shuffle=True)
-    assert whole_epoch(one, epoch) != whole_epoch(other, other_epoch)
-
-
-@given(samplers(), EPOCHS)
-def test_sampler_same_values_give_same_order(sampler: Sampler, epoch: int) -> None:
-    again = dataclasses.replace(sampler)
-    first = whole_epoch(sampler, epoch)
-    # Other epochs in between must not matter: the state is the arguments alone.
-    for other in range(epoch + 1, epoch + 6):
-        whole_epoch(sampler, other)
-    assert whole_epoch(again, epoch) == first
+    found = [whole_epoch(each, number) for each in (one, other) for number in (epoch, other_epoch)]
+    assert len({*map(tuple, found)}) == 4
 
 
 def test_sampler_known_seed_gives_known_rows() -> None:

@@ -67,7 +67,7 @@ _SAMPLING = [
         "the block size is missing in the identity of an order",
         'if item.init and item.name != "num_samples"]',
         'if item.init and item.name not in ("num_samples", "shuffle_block")]',
-        ("tests/loading/test_orders.py::test_checkpoint_of_another_order_is_refused",),
+        ("tests/loading/test_state.py::test_state_of_another_order_is_refused_inside_its_epoch",),
     ),
     Fault(
         "sampling/schedule.py",

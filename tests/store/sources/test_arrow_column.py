@@ -458,14 +458,6 @@ def columns_of_several_files() -> dict[str, tuple[list[Any], list[Any]]]:
     }
 
 
-def as_python(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, dict):
-        return {key: as_python(each) for key, each in value.items()}
-    return [*map(as_python, value)] if isinstance(value, list) else value
-
-
 @pytest.mark.parametrize("name", columns_of_several_files())
 def test_parquet_files_whose_types_have_the_same_values_are_one_table(
     tmp_path: Path, name: str
@@ -475,10 +467,10 @@ def test_parquet_files_whose_types_have_the_same_values_are_one_table(
         table = arrow.table({"x": array})
         import_module("pyarrow.parquet").write_table(table, tmp_path / f"{number}.parquet")
     store = build(tmp_path / "s", ColumnDataset(tmp_path))
-    assert [as_python(store[row]["x"]) for row in range(len(store))] == expected
+    assert [plain(store[row]["x"]) for row in range(len(store))] == expected
     rows = [*reversed(range(len(expected)))]
     shuffled_store = build(tmp_path / "t", Subset(ColumnDataset(tmp_path), rows))
-    found = [as_python(shuffled_store[row]["x"]) for row in range(len(rows))]
+    found = [plain(shuffled_store[row]["x"]) for row in range(len(rows))]
     assert found == [expected[row] for row in rows]
 
 
