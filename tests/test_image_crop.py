@@ -22,7 +22,7 @@ from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.schema import Decode
 from lightning_memmap.schema.forms import use_center_crops
 from tests.support.datasets import photographs
-from tests.support.models import Brightness, make_trainer
+from tests.support.models import Brightness, make_trainer, set_up
 
 DECODERS = [
     pytest.param(
@@ -170,8 +170,7 @@ class TestDecoding:
             batch_size=8,
             decode={"image": Decode(size=16, crop="random_resized")},
         )
-        data.prepare_data()
-        data.setup("fit")
+        set_up(data, "fit")
         with pytest.raises(DatasetError, match="'image', row 7"):
             list(data.train_dataloader())
 

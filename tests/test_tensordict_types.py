@@ -18,6 +18,7 @@ from lightning_memmap.schema.forms import read_layouts
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.sources.source import make_source
 from tests.support.datasets import Wrapped, column_files
+from tests.support.models import set_up
 from tests.support.rows import assembled, make_loader
 from tests.support.store.schemas import read_schema, to_json
 
@@ -74,8 +75,7 @@ def test_batches_are_those_of_default_collate(tmp_path: Path, kind: Any, num_sha
     data = MemmapDataModule(
         Wrapped(dataset), store_dir=tmp_path, batch_size=4, shuffle=False, num_shards=num_shards
     )
-    data.prepare_data()
-    data.setup("fit")
+    set_up(data, "fit")
     for first, batch in zip((0, 4, 8), data.train_dataloader(), strict=True):
         assert_same(batch, collated([dataset[row] for row in range(10)][first : first + 4]))
 
@@ -135,8 +135,7 @@ def test_schema_that_is_no_tensordict_is_refused(feature_dims: Any) -> None:
 def test_tensordicts_are_the_datasets_of_a_data_module(tmp_path: Path) -> None:
     rows = {"train": nested(50), "val": nested(20)}
     data = MemmapDataModule(rows["train"], rows["val"], store_dir=tmp_path, batch_size=10)
-    data.prepare_data()
-    data.setup("fit")
+    set_up(data, "fit")
     assert data.store_path("val") == tmp_path / "val"
     batches: Any = list(data.val_dataloader())
     assert [type(batch) for batch in batches] == [TensorDict, TensorDict]
@@ -257,8 +256,7 @@ def test_row_numbers_and_records_of_tensordicts_have_masks_too(tmp_path: Path) -
     data = MemmapDataModule(
         rows, store_dir=tmp_path, batch_size=8, shuffle=False, with_row_numbers=True
     )
-    data.prepare_data()
-    data.setup("fit")
+    set_up(data, "fit")
     batch: Any = next(iter(data.train_dataloader()))
     assert batch["row_number"].tolist() == list(range(8))
     assert batch["x_mask"].sum(1).tolist() == [*map(of_length, range(8))]

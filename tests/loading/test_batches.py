@@ -121,8 +121,7 @@ class TestFabric:
         for prefetch in (None, 2):
             data = MemmapDataModule(Points(40), store_dir=tmp_path, batch_size=8, prefetch=prefetch)
             data.use_fabric(fabric)
-            data.prepare_data()
-            data.setup("fit")
+            set_up(data, "fit")
             loader: Any = data.train_dataloader()
             assert loader.loader.prefetch == (prefetch or 0)
             given: Any = fabric.setup_dataloaders(loader)

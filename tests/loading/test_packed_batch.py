@@ -13,8 +13,7 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import Packing
 from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.sampling import KFold, Packed
-from lightning_memmap.sampling.packed import PackedSampler
-from tests.support.models import make_trainer
+from tests.support.models import make_trainer, set_up
 
 LENGTH = 32
 
@@ -55,8 +54,7 @@ def data_of(path: Path, dataset: Any = None, **options: Any) -> MemmapDataModule
 
 
 def batches_of(data: MemmapDataModule) -> list[Any]:
-    data.prepare_data()
-    data.setup("fit")
+    set_up(data, "fit")
     return [*data.train_dataloader()]
 
 
@@ -188,8 +186,7 @@ def test_evaluation_is_packed_and_prediction_is_in_dataset_order(tmp_path: Path)
     data.options = data.with_options(
         val_dataset=Documents(30), predict_dataset=Documents(30)
     ).options
-    data.prepare_data()
-    data.setup()
+    set_up(data)
     val = [*data.val_dataloader()]
     rows = torch.cat([batch["row_number"].flatten() for batch in val])
     assert sorted(rows[rows >= 0].tolist()) == [*range(30)]
@@ -200,27 +197,12 @@ def test_evaluation_is_packed_and_prediction_is_in_dataset_order(tmp_path: Path)
     assert predict.tolist() == [[row] for row in range(30)]
 
 
-@pytest.mark.parametrize("saved_at", [1, 3])
-def test_resumed_loader_continues_with_the_next_pack(tmp_path: Path, saved_at: int) -> None:
-    data = data_of(tmp_path)
-    expected = [batch["tokens"].clone() for batch in batches_of(data)]
-    loader = data.train_dataloader()
-    batches = iter(loader)
-    for _ in range(saved_at):
-        next(batches)
-    state = loader.state_dict()
-    resumed = data.train_dataloader()
-    resumed.load_state_dict(state)
-    found = [batch["tokens"].clone() for batch in resumed]
-    assert len(found) == len(expected) - saved_at
-    assert all(map(torch.equal, found, expected[saved_at:]))
-    order = data.order
-    assert isinstance(order, PackedSampler)
-    other = data_of(tmp_path, sampler=Packed("tokens", 2 * LENGTH))
-    other.prepare_data()
-    other.setup("fit")
+def test_state_of_packs_of_another_length_is_refused(tmp_path: Path) -> None:
+    loader = set_up(data_of(tmp_path), "fit").train_dataloader()
+    next(iter(loader))
+    other = set_up(data_of(tmp_path, sampler=Packed("tokens", 2 * LENGTH)), "fit")
     changed = other.train_dataloader()
-    changed.load_state_dict(state)
+    changed.load_state_dict(loader.state_dict())
     with pytest.raises(ValueError, match="length"):
         next(iter(changed))
 
@@ -230,8 +212,7 @@ def test_five_resumes_on_other_numbers_of_processes_continue_the_epoch(tmp_path:
     found, state = list[Any](), None
     for session, size in enumerate([1, 2, 4, 2, 1]):
         data = data_of(tmp_path, batch_size=4 // size)
-        data.prepare_data()
-        data.setup("fit")
+        set_up(data, "fit")
         whole = data.train_dataloader().loader
         loaders = [whole.of_process(rank, size) for rank in range(size)]
         if state is not None:
@@ -257,8 +238,7 @@ def test_random_numbers_of_a_pack_are_those_of_its_position(tmp_path: Path) -> N
     alone = [batch["drawn"].clone() for batch in batches_of(data_of(tmp_path, transform=draw))]
     assert len(torch.cat(alone).unique(dim=0)) == sum(map(len, alone))
     data = data_of(tmp_path, transform=draw, batch_size=2)
-    data.prepare_data()
-    data.setup("fit")
+    set_up(data, "fit")
     whole = data.train_dataloader().loader
     ranks = [[batch["drawn"].clone() for batch in whole.of_process(rank, 2)] for rank in range(2)]
     for step, drawn in enumerate(alone):
@@ -287,8 +267,7 @@ def test_folds_and_skipped_steps_are_those_of_other_orders(tmp_path: Path) -> No
     seen = list[int]()
     for member in range(3):
         data = data_of(tmp_path, subset=KFold(3), member=member, with_row_numbers=True)
-        data.prepare_data()
-        data.setup("fit")
+        set_up(data, "fit")
         held_out = set[int]()
         for batch in data.val_dataloader():
             held_out |= {*batch["row_number"].flatten().tolist()} - {-1}

@@ -11,6 +11,7 @@ from lightning_memmap.loading.step_weight import weights_of_steps
 from lightning_memmap.sampling import Packed
 from lightning_memmap.sampling.packed import PackedSampler
 from tests.loading.test_packed_batch import LENGTH, Documents, batches_of, data_of
+from tests.support.models import set_up
 
 
 @pytest.mark.parametrize("accumulated", [1, 3])
@@ -103,8 +104,7 @@ def test_wrong_number_of_targets_is_an_error(tmp_path: Path, value: Any) -> None
 
 def test_loader_weighs_uneven_steps_by_targets(tmp_path: Path) -> None:
     data = data_of(tmp_path, batch_size=4)
-    data.prepare_data()
-    data.setup("fit")
+    set_up(data, "fit")
     whole = data.train_dataloader().loader
     loaders = [whole.of_process(rank, 3) for rank in range(3)]
     order = data.order

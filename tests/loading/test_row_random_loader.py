@@ -18,7 +18,7 @@ from lightning_memmap.sampling import Bucketed, Curriculum, Mixture, Weighted
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store
 from lightning_memmap.transforms import OnSuperBatch
-from tests.support.models import Points, Regression, make_trainer
+from tests.support.models import Points, Regression, make_trainer, set_up
 from tests.support.rows import CPU, assembled, make_loader, take_steps
 
 Stores = Callable[[int, int], Store]
@@ -226,8 +226,7 @@ def test_position_is_left_out_where_each_row_comes_once(tmp_path: Path) -> None:
             transform=with_noise,
             **options,
         )
-        data.prepare_data()
-        data.setup("fit")
+        set_up(data, "fit")
         batches: Any = data.train_dataloader()
         found.append(rows_and_noise(batches))
     assert found == [found[0]] * 4

@@ -216,14 +216,6 @@ class TestStream:
         half = plan(stores, (CPU,), "stream", size=2, window=200, host=72_000)
         assert half.splits["train"].residencies.count(None) == 12
 
-    def test_table_names_windows_and_their_memory(self) -> None:
-        stores = {"train": Size(24_000, row_bytes=2**20)}
-        console = Console(file=StringIO(), width=200)
-        console.print(placement_table(plan(stores, (CPU,), "stream", window=50)))
-        output = console.file.getvalue()  # type: ignore[attr-defined]
-        assert "stream" in output
-        assert "2 x 50 rows a shard, 2.3 GiB" in output
-
 
 class TestStriping:
     def test_plan_with_fewer_rows_than_devices_raises_with_the_most_devices(self) -> None:

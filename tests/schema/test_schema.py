@@ -20,12 +20,7 @@ from torch.masked import masked_tensor
 from torch.utils.data import default_collate
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema.fields import (
-    DTYPES,
-    Field,
-    RowList,
-    field_name,
-)
+from lightning_memmap.schema.fields import DTYPES, Field, RowList, field_name
 from lightning_memmap.schema.schema import Schema
 from tests.programs.reliability.manifest_fuzz import places
 from tests.support.datasets import assert_same, texts
@@ -150,19 +145,6 @@ def test_builder_dataclass_keeps_its_class_or_looks_alike() -> None:
         assert type(batch).__name__ == "Checked"
         assert [field.name for field in dataclasses.fields(batch)] == ["score"]
         assert batch.score.tolist() == [0.5, 1.5]
-
-
-def test_builder_sample_of_another_kind_gives_look_alike() -> None:
-    schema = Schema.infer([Pair(1, 2)])
-    batch = schema.make_builder({"image": 1, "label": 2})([torch.ones(3), torch.zeros(3)])
-    assert type(batch).__name__ == "Pair"
-    assert batch._fields == ("image", "label")
-
-
-def test_has_classes_only_where_a_class_is_part_of_the_sample() -> None:
-    assert Schema.infer([[{"a": Pair(1, 2)}]]).has_classes
-    assert Schema.infer([Example(1, 2)]).has_classes
-    assert not Schema.infer([[{"a": (1, 2)}]]).has_classes
 
 
 # Lists of numbers
@@ -658,6 +640,3 @@ def test_json_any_value_replaced_is_refused_or_a_sound_schema(
     assert read_schema(to_json(schema)) == schema
     leaves = [torch.tensor([index]) for index in range(len(schema.fields))]
     assert names_of(Schema.infer([schema.make_builder()(leaves)])) == names_of(schema)
-
-
-# Names in messages

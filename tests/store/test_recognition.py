@@ -22,6 +22,7 @@ from lightning_memmap.store import build_store, open_store, verify_store, writin
 from lightning_memmap.store.recognition import check_dataset
 from lightning_memmap.store.samples import choose_probe_rows
 from tests.support.datasets import Counting
+from tests.support.models import set_up
 from tests.support.store.build_server import Deadly
 from tests.support.store.layout import building_path, files_of, names_in
 
@@ -367,8 +368,7 @@ def test_workers_open_the_files_of_a_dataset_themselves(tmp_path: Path) -> None:
     for changed in (False, True):
         train.changed = changed  # All rows are compared.
         module = MemmapDataModule(train, val, store_dir=tmp_path / "stores", num_workers=2)
-        module.prepare_data()
-        module.setup("fit")
+        set_up(module, "fit")
         module.train_dataloader()
         module.teardown()
         # This process has opened nothing that its workers could share.

@@ -17,6 +17,7 @@ from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.store import samples, writing
 from lightning_memmap.store.sources import stream as streams
 from tests.support.datasets import Numbered, Ragged, column_files, holds
+from tests.support.models import set_up
 from tests.support.store.layout import is_empty
 
 
@@ -153,14 +154,12 @@ def test_data_module_serves_an_iterable_dataset(tmp_path: Path) -> None:
         data = MemmapDataModule(
             Stream(Numbered(50), 50), store_dir=tmp_path, batch_size=8, shuffle=False
         )
-        data.prepare_data()
-        data.setup("fit")
+        set_up(data, "fit")
         batches = [batch["x"] for batch in data.train_dataloader()]
         assert torch.cat(batches).equal(Numbered(50).expected()["x"])
         data.teardown("fit")
     data = MemmapDataModule(Stream(list(pairs()), 20), store_dir=tmp_path / "p", batch_size=8)
-    data.prepare_data()
-    data.setup("fit")
+    set_up(data, "fit")
     assert type(next(iter(data.train_dataloader()))) is Pair
 
 
@@ -179,8 +178,7 @@ def test_data_module_reads_a_generator_once(tmp_path: Path) -> None:
     rows = pairs()
     data = MemmapDataModule(rows, store_dir=tmp_path, batch_size=8, shuffle=False)
     for _ in range(2):
-        data.prepare_data()
-        data.setup("fit")
+        set_up(data, "fit")
         batches = list(data.train_dataloader())
         assert torch.cat([batch.number for batch in batches]).tolist() == list(range(20))
         assert batches[0].text[:3] == ["", "x", "xx"]
@@ -191,8 +189,7 @@ def test_data_module_reads_a_generator_once(tmp_path: Path) -> None:
 def test_data_module_of_a_stored_generator_needs_its_fingerprint(tmp_path: Path) -> None:
     for is_built in (False, True):
         data = MemmapDataModule(pairs(), store_dir=tmp_path / "a", fingerprint="v1")
-        data.prepare_data()
-        data.setup("fit")
+        set_up(data, "fit")
         assert (next(data.train_dataset, None) is not None) == is_built  # It was not read.
     MemmapDataModule(pairs(), store_dir=tmp_path / "b").prepare_data()
     with pytest.raises(DatasetError, match=r"fingerprint"):
@@ -203,8 +200,7 @@ def test_several_generators_are_several_datasets(tmp_path: Path) -> None:
     data = MemmapDataModule(
         val_dataset={"one": pairs(), "two": iter([1, 2, 3])}, store_dir=tmp_path, batch_size=2
     )
-    data.prepare_data()
-    data.setup("validate")
+    set_up(data, "validate")
     assert [len(store) for store in data.stores.values()] == [20, 3]
 
 

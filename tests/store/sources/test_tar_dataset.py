@@ -25,6 +25,7 @@ from lightning_memmap.store import TarStream, verify_store
 from lightning_memmap.store.paths import CACHE
 from lightning_memmap.store.sources import tar_index
 from tests.support.datasets import EncodedImages, encoded, plain
+from tests.support.models import set_up
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]], mode: str = "w") -> Path:
@@ -198,8 +199,7 @@ def test_data_module_gives_the_images_of_the_tar_files(tars: Path, tmp_path: Pat
         batch_size=8,
         decode={"image": {}, "mask": {"mode": "L"}},
     )
-    data.prepare_data()
-    data.setup("fit")
+    set_up(data, "fit")
     dataset, seen = EncodedImages(40, decoded=True), []
     for batch in data.train_dataloader():
         rows = [int(name.removeprefix("rows/")) for name in batch["name"]]
