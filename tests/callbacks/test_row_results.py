@@ -169,6 +169,13 @@ def test_run_resumed_twice_on_other_devices_has_each_row_once(tmp_path: Path) ->
     torch.testing.assert_close(results["row_loss"], expected["row_loss"])
 
 
+def test_epoch_that_is_repeated_has_no_results_before_its_end(tmp_path: Path) -> None:
+    for fails, checkpoint in ((44, None), (20, tmp_path / "end-epoch=0.ckpt")):
+        with pytest.raises(EndError):
+            fit(tmp_path, PerRow(fails), RowResults(tmp_path / "r", KEYS), checkpoint=checkpoint)
+    assert [path.name for path in (tmp_path / "r").glob("epoch-*")] == ["epoch-000000"]
+
+
 def test_results_of_another_run_are_kept_or_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "results"
     fit(tmp_path, PerRow(), RowResults(path, KEYS), max_epochs=2)

@@ -908,8 +908,7 @@ _RESULTS = [
         "if later >= epoch:",
         "if later > epoch:",
         (
-            "tests/callbacks/test_row_results.py::test_run_resumed_twice_on_other_devices_has_each_row_once",
-            "tests/callbacks/test_row_results.py::test_resumed_run_has_the_results_of_one_that_never_ended",
+            "tests/callbacks/test_row_results.py::test_epoch_that_is_repeated_has_no_results_before_its_end",
         ),
     ),
     Fault(
