@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,10 +22,11 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import MeanSquaredError
 
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.ranks import gather_from_ranks
 from lightning_memmap.strategies import FSDP2Strategy
 from lightning_memmap.strategies.sharding.units import default_units, without_shared
 from tests.support.models import ByLbfgs, Penalised, Points, Regression, TwoOptimizers, make_trainer
-from tests.support.processes import launch, sorted_steps
+from tests.support.processes import in_processes, launch, sorted_steps
 from tests.support.versions import EMAWeightAveraging, weights_only
 
 pytestmark = [
@@ -300,35 +302,9 @@ def run_two(out: Path) -> dict[str, Any]:
         "tied": make_report(fit(out, "tied", lambda: Deep(tied=True), **blocks)),
     }
     found |= initialised(out, blocks)
-    found |= mixed(out, blocks)
     found |= checkpoints(out, blocks)
     module = fit(out, "first Trainer", **blocks)
-    measured = fit(out, "measured", Measured)
-    found["measured"] = float(measured.trainer.callback_metrics["error"])
     found["second Trainer"] = make_report(fit(out, "second Trainer", lambda: module, **blocks))
-    found["errors"] = rejections(out, module)
-    found["missing"] = missing_weights(out)
-    return found
-
-
-def missing_weights(out: Path) -> dict[str, Any]:
-    """Validates from a checkpoint in which one layer is missing, strictly and not."""
-    checkpoint = torch.load(out / "blocks.ckpt", weights_only=False)
-    del checkpoint["state_dict"]["net.2.weight"]
-    path = out / f"missing{torch.distributed.get_rank()}.ckpt"
-    torch.save(checkpoint, path)
-    found = {}
-    for strict in (True, False):
-        module = Deep()
-        module.strict_loading = strict
-        strategy = FSDP2Strategy(wrap_classes=["Block"])
-        trainer = make_trainer(out, strategy=strategy, devices=2)
-        data = MemmapDataModule(val_dataset=Points(12), store_dir=out / "stores", batch_size=6)
-        try:
-            trainer.validate(module, data, ckpt_path=path, verbose=False)
-            found[str(strict)] = ""
-        except RuntimeError as error:
-            found[str(strict)] = str(error)
     return found
 
 
@@ -358,19 +334,6 @@ def initialised(out: Path, blocks: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def mixed(out: Path, blocks: dict[str, Any]) -> dict[str, Any]:
-    bf16 = {"trainer_options": {"precision": "bf16-mixed"}}
-    found = {
-        "bf16-mixed": make_report(fit(out, "bf16-mixed", **blocks, **bf16)),
-        "bf16-true": make_report(
-            fit(out, "bf16-true", **blocks, trainer_options={"precision": "bf16-true"})
-        ),
-    }
-    normed = fit(out, "normed", Normed, **bf16)
-    found["normed"] = {name: buffer.dtype for name, buffer in normed.named_buffers()}
-    return found
-
-
 def checkpoints(out: Path, blocks: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     sharded = {**blocks, "save_distributed_checkpoint": True}
@@ -380,78 +343,11 @@ def checkpoints(out: Path, blocks: dict[str, Any]) -> dict[str, Any]:
     found["is folder"] = folder.is_dir()
     # A folder is loaded, and a file saved.
     found["resumed"] = make_report(fit(out, "resumed", checkpoint=folder, **blocks))
-    saver = {"callbacks": [save_first(out, "late folders")], "enable_checkpointing": True}
-    options = {"save_distributed_checkpoint": True}
-    fit(out, "late folder", Late, trainer_options=saver, **options)
-    fit(out, "late", Late)
-    fit(out, "late resumed", Late, checkpoint=out / "late folders" / "step=4.ckpt")
     for make in (Momentum, TwoOptimizers):
         name = make.__name__
         saver = {"callbacks": [save_first(out, name)], "enable_checkpointing": True}
         fit(out, name, make, trainer_options=saver)
         fit(out, f"{name} resumed", make, checkpoint=out / name / "step=4.ckpt")
-    for name, options in (("file", {}), ("folder", {"save_distributed_checkpoint": True})):
-        saver = {"callbacks": [save_first(out, name)], "enable_checkpointing": True}
-        fit(out, f"counted, {name}", Counting, trainer_options=saver, **options)
-        checkpoint = out / name / "step=4.ckpt"
-        counted = fit(out, f"counted from {name}", Counting, checkpoint=checkpoint)
-    # As if each had counted other rows last.
-    counted.rows += torch.distributed.get_rank()
-    data = MemmapDataModule(val_dataset=Points(12), store_dir=out / "stores", batch_size=6)
-    counted.trainer.limit_val_batches = 1.0
-    # As with NCCL, of which Lightning evaluates in inference mode.
-    with patch("lightning.pytorch.loops.utilities._distributed_is_initialized", lambda: False):
-        counted.trainer.validate(counted, data, verbose=False)
-    found["counted"] = counted.rows.item()
-    return found
-
-
-def rejections(out: Path, sharded: Deep) -> dict[str, str]:
-    """What is refused when the module is known, on every rank."""
-
-    def by_hand() -> L.LightningModule:
-        module = TwoOptimizers()
-        module.scale = nn.Parameter(torch.ones(1))
-        return module
-
-    def tied_by_hand() -> L.LightningModule:
-        module = Deep(tied=True)
-        module.automatic_optimization = False
-        return module
-
-    def attention() -> L.LightningModule:
-        module = Regression()
-        with torch.device("meta"):
-            module.net = nn.MultiheadAttention(8, 2)
-        return module
-
-    def sparse() -> L.LightningModule:
-        module = Regression()
-        module.net = nn.Sequential(nn.Embedding(8, 2, sparse=True))
-        return module
-
-    swa, ema = StochasticWeightAveraging(0.1), EMAWeightAveraging()
-    cases: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-        "sparse": (sparse, {}),
-        "swa": (Deep, {"trainer_options": {"callbacks": [swa]}}),
-        "ema": (Deep, {"trainer_options": {"callbacks": [ema]}}),
-        "pruning": (Deep, {"trainer_options": {"callbacks": [ModelPruning("l1_unstructured")]}}),
-        "sync_batchnorm": (Normed, {"trainer_options": {"sync_batchnorm": True}}),
-        "lbfgs": (Lbfgs, {}),
-        "penalty": (PenalisedDeep, {"wrap_classes": ["Block"]}),
-        "class": (Deep, {"wrap_classes": ["Block", "Decoder"]}),
-        "recompute": (Deep, {"activation_checkpointing": True}),
-        "own parameter": (by_hand, {}),
-        "tied": (tied_by_hand, {}),
-        "meta": (attention, {}),
-        "mesh": (lambda: sharded, {"replicate_size": 2}),
-    }
-    found = {}
-    for name, (make, options) in cases.items():
-        try:
-            fit(out, "refused", make, **options)
-        except (ValueError, TypeError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
     return found
 
 
@@ -582,36 +478,42 @@ def test_meta_device_begins_as_eager(two: Runs) -> None:
         assert two.reports(case)[0]["losses"] == two.reports("blocks")[0]["losses"]
 
 
-def test_mixed_precision_casts_units_and_batches(two: Runs, one: Runs) -> None:
-    half, single = torch.bfloat16, torch.float32
-    for case, weight, table, step in (
-        ("blocks", single, single, (single, single, single)),
-        ("bf16-mixed", half, single, (half, half, single)),
-        ("bf16-true", half, half, (half, half, half)),
-    ):
-        for report in two.reports(case):
-            assert report["dtypes"] == [{(weight, table)}] * 3, case
-            found = tuple(report["step"][name] for name in ("x", "y", "loss"))
-            assert found == step, case
-            assert report["step"]["row"] == torch.int64
-    # 8 bits of gradients, of weights that move by about 0.1.
-    assert_as(two.state("bf16-mixed"), one.state("bf16-mixed"), atol=5e-3)
-    assert not torch.allclose(
-        two.state("bf16-mixed")["net.0.weight"], one.state("plain")["net.0.weight"], rtol=0,
-        atol=1e-5,
-    )  # fmt: skip
-    assert two.state("bf16-true")["net.0.weight"].dtype == half
+@pytest.mark.parametrize(
+    ("precision", "weight", "table", "step"),
+    [
+        ("32-true", torch.float32, torch.float32, (torch.float32,) * 3),
+        ("bf16-mixed", torch.bfloat16, torch.float32, (torch.bfloat16,) * 2 + (torch.float32,)),
+        ("bf16-true", torch.bfloat16, torch.bfloat16, (torch.bfloat16,) * 3),
+    ],
+)
+@in_processes(2)
+def test_mixed_precision_casts_units_and_batches(
+    tmp_path: Path, one: Runs, precision: Any, weight: Any, table: Any, step: Any
+) -> None:
+    options = {"wrap_classes": ["Block"], "trainer_options": {"precision": precision}}
+    module = fit(tmp_path, "found", **options)
+    assert [block.dtypes for block in module.blocks] == [{(weight, table)}] * 3
+    assert tuple(module.step_dtypes[name] for name in ("x", "y", "loss")) == step
+    assert module.step_dtypes["row"] == torch.int64
+    found, plain = Runs(tmp_path, []).state("found"), one.state("plain")
+    if precision == "bf16-mixed":
+        # 8 bits of gradients, of weights that move by about 0.1.
+        assert_as(found, one.state("bf16-mixed"), atol=5e-3)
+        name = "net.0.weight"
+        assert not torch.allclose(found[name], plain[name], rtol=0, atol=1e-5)
+    assert found["net.0.weight"].dtype == table
 
 
-def test_mixed_precision_leaves_running_statistics(two: Runs) -> None:
-    for buffers in two.reports("normed"):
-        assert buffers == {
-            "net.1.running_mean": torch.float32,
-            "net.1.running_var": torch.float32,
-            "net.1.num_batches_tracked": torch.int64,
-        }
-    module = Normed.load_from_checkpoint(two.out / "normed.ckpt", **weights_only(True))
-    assert not torch.equal(module.net[1].running_mean, Normed().net[1].running_mean)
+@in_processes(2)
+def test_mixed_precision_leaves_running_statistics(tmp_path: Path) -> None:
+    module = fit(tmp_path, "found", Normed, trainer_options={"precision": "bf16-mixed"})
+    assert {name: buffer.dtype for name, buffer in module.named_buffers()} == {
+        "net.1.running_mean": torch.float32,
+        "net.1.running_var": torch.float32,
+        "net.1.num_batches_tracked": torch.int64,
+    }
+    loaded = Normed.load_from_checkpoint(tmp_path / "found.ckpt", **weights_only(True))
+    assert not torch.equal(loaded.net[1].running_mean, Normed().net[1].running_mean)
 
 
 @pytest.mark.parametrize("make", [Momentum, TwoOptimizers])
@@ -636,51 +538,86 @@ def test_sharded_checkpoint_becomes_plain_weights(two: Runs, tmp_path: Path) -> 
     assert not torch.equal(weights["net.0.weight"], Deep().net[0].weight)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "name", "make"),
-    [
-        ("memmap_superbatch", "folders", Deep),
-        ("memmap_superbatch", "late folders", Late),
-        ("memmap_dp", "folders", Deep),
-    ],
-)
-def test_folder_resumes_in_one_process(
-    two: Runs, tmp_path: Path, strategy: str, name: str, make: Any
-) -> None:
-    def train(checkpoint: Path | None) -> dict[str, Any]:
-        options = {"strategy": strategy, "devices": 2, "max_epochs": 2, "limit_val_batches": 0}
-        trainer = make_trainer(tmp_path, **options)
-        module = make()
-        trainer.fit(module, make_data(tmp_path, 2), ckpt_path=checkpoint, **weights_only(False))
-        return {key: value.cpu() for key, value in module.state_dict().items()}
-
-    assert_as(train(two.out / name / "step=4.ckpt"), train(None))
+@pytest.mark.parametrize("strategy", ["memmap_superbatch", "memmap_dp"])
+def test_folder_resumes_in_one_process(two: Runs, tmp_path: Path, strategy: str) -> None:
+    folder = two.out / "folders" / "step=4.ckpt"
+    assert_as(*(fit_in_one_process(tmp_path, strategy, Deep, path) for path in (folder, None)))
 
 
-def test_folder_resumes_before_the_first_gradient_of_a_parameter(two: Runs) -> None:
-    whole, resumed = two.state("late"), two.state("late resumed")
+def fit_in_one_process(
+    out: Path, strategy: str, make: Any, checkpoint: Path | None
+) -> dict[str, Any]:
+    options = {"strategy": strategy, "devices": 2, "max_epochs": 2, "limit_val_batches": 0}
+    module = make()
+    trainer = make_trainer(out, **options)
+    trainer.fit(module, make_data(out, 2), ckpt_path=checkpoint, **weights_only(False))
+    return {key: value.cpu() for key, value in module.state_dict().items()}
+
+
+def fit_late(out: Path) -> None:
+    """Save a folder before the first gradient of a layer, and resume from it."""
+    saver = {"callbacks": [save_first(out, "folders")], "enable_checkpointing": True}
+    fit(out, "whole folder", Late, trainer_options=saver, save_distributed_checkpoint=True)
+    fit(out, "whole", Late)
+    fit(out, "resumed", Late, checkpoint=out / "folders" / "step=4.ckpt")
+
+
+def test_folder_resumes_before_the_first_gradient_of_a_parameter(tmp_path: Path) -> None:
+    launch(fit_late, tmp_path, processes=2)
+    whole, resumed = (Runs(tmp_path, []).state(name) for name in ("whole", "resumed"))
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
     assert not torch.equal(whole["late.bias"], torch.tensor([0.1]))
+    alone = tmp_path / "alone"
+    folder = tmp_path / "folders" / "step=4.ckpt"
+    assert_as(*(fit_in_one_process(alone, "memmap_superbatch", Late, x) for x in (folder, None)))
 
 
-@pytest.mark.parametrize("kind", ["file", "folder"])
-def test_buffers_are_those_of_the_first_process(two: Runs, kind: str) -> None:
-    resumed = two.state(f"counted from {kind}")
-    # A resumed process begins with those of the checkpoint.
-    for name, value in two.state("counted, file").items():
+@pytest.mark.parametrize("is_folder", [False, True], ids=["file", "folder"])
+@in_processes(2)
+def test_buffers_are_those_of_the_first_process(tmp_path: Path, is_folder: bool) -> None:
+    saver = {"callbacks": [save_first(tmp_path, "saved")], "enable_checkpointing": True}
+    options = {"trainer_options": saver, "save_distributed_checkpoint": is_folder}
+    fit(tmp_path, "whole", Counting, **options)
+    checkpoint = tmp_path / "saved" / "step=4.ckpt"
+    assert checkpoint.is_dir() == is_folder
+    fit(tmp_path, "from file", Counting)
+    module = fit(tmp_path, "resumed", Counting, checkpoint=checkpoint)
+    # A resumed process begins with the buffers of the checkpoint.
+    whole, resumed = (Runs(tmp_path, []).state(name) for name in ("from file", "resumed"))
+    for name, value in whole.items():
         assert torch.equal(resumed[name], value), name
-    assert two.reports("counted") == [resumed["rows"].item()] * 2
+    # As if each had counted other rows last.
+    module.rows += torch.distributed.get_rank()
+    data = MemmapDataModule(val_dataset=Points(12), store_dir=tmp_path / "stores", batch_size=6)
+    module.trainer.limit_val_batches = 1.0
+    # As with NCCL, of which Lightning evaluates in inference mode.
+    with patch("lightning.pytorch.loops.utilities._distributed_is_initialized", lambda: False):
+        module.trainer.validate(module, data, verbose=False)
+    assert torch.equal(module.rows, resumed["rows"])
 
 
-def test_missing_weights_are_an_error_unless_loading_is_not_strict(two: Runs) -> None:
-    for found in two.reports("missing"):
-        assert 'Missing key(s) in state_dict: "net.2.weight"' in found["True"]
-        assert found["False"] == ""
+@in_processes(2)
+def test_missing_weights_are_an_error_unless_loading_is_not_strict(tmp_path: Path) -> None:
+    fit(tmp_path, "whole", wrap_classes=["Block"])
+    checkpoint = torch.load(tmp_path / "whole.ckpt", weights_only=False)
+    del checkpoint["state_dict"]["net.2.weight"]
+    path = tmp_path / f"missing{torch.distributed.get_rank()}.ckpt"
+    torch.save(checkpoint, path)
+    data = MemmapDataModule(val_dataset=Points(12), store_dir=tmp_path / "stores", batch_size=6)
+    for strict in (True, False):
+        module = Deep()
+        module.strict_loading = strict
+        trainer = make_trainer(tmp_path, strategy=FSDP2Strategy(wrap_classes=["Block"]), devices=2)
+        error = pytest.raises(RuntimeError, match=r"net\.2\.weight") if strict else nullcontext()
+        with error:
+            trainer.validate(module, data, ckpt_path=path, verbose=False)
 
 
-def test_metrics_are_no_units_under_manual_optimization(two: Runs, one: Runs) -> None:
-    assert_as(two.state("measured"), one.state("Momentum"))
-    assert len(set(two.reports("measured"))) == 1
+@in_processes(2)
+def test_metrics_are_no_units_under_manual_optimization(tmp_path: Path, one: Runs) -> None:
+    module = fit(tmp_path, "measured", Measured)
+    assert_as(Runs(tmp_path, []).state("measured"), one.state("Momentum"))
+    assert len(set(gather_from_ranks(float(module.trainer.callback_metrics["error"])))) == 1
 
 
 def test_copies_of_shards_are_one_process(four: Runs, one: Runs) -> None:
@@ -702,26 +639,58 @@ def test_sharded_checkpoint_resumes_on_more_processes(four: Runs, one: Runs) -> 
     assert four.steps("resumed") == one.steps("plain")[4:]
 
 
-def test_modules_that_cannot_be_sharded_are_refused(two: Runs) -> None:
-    for errors in two.reports("errors"):
-        for case, *words in (
-            ("class", "wrap_classes=['Block', 'Decoder']", "is a Decoder", "Block, LayerNorm"),
-            ("recompute", "activation_checkpointing=True", "wrap_classes"),
-            ("own parameter", "scale: under manual optimization", "submodule"),
-            ("tied", "blocks.0.up.weight", "manual optimization", "submodule"),
-            ("mesh", "was sharded over", "new module"),
-            ("meta", "MultiheadAttention", "reset_parameters"),
-            ("sparse", "net.0: Embedding with sparse=True", "sparse=False"),
-            ("swa", "StochasticWeightAveraging needs", "memmap_superbatch_ddp"),
-            ("ema", "EMAWeightAveraging needs", "memmap_superbatch_ddp"),
-            ("pruning", "ModelPruning needs", "memmap_superbatch_ddp"),
-            # torch has these layers for GPUs alone.
-            ("sync_batchnorm", "SyncBatchNorm expected input tensor to be on GPU"),
-            ("lbfgs", "LBFGS", "AdamW"),
-            ("penalty", "a term computed from the parameters", "weight_decay"),
-        ):
-            for word in words:
-                assert word in errors[case]
+@in_processes(2)
+def test_modules_that_cannot_be_sharded_are_rejected(tmp_path: Path) -> None:
+    sharded = fit(tmp_path, "sharded", wrap_classes=["Block"])
+
+    def own_parameter() -> L.LightningModule:
+        module = TwoOptimizers()
+        module.scale = nn.Parameter(torch.ones(1))
+        return module
+
+    def tied_by_hand() -> L.LightningModule:
+        module = Deep(tied=True)
+        module.automatic_optimization = False
+        return module
+
+    def attention() -> L.LightningModule:
+        module = Regression()
+        with torch.device("meta"):
+            module.net = nn.MultiheadAttention(8, 2)
+        return module
+
+    def sparse() -> L.LightningModule:
+        module = Regression()
+        module.net = nn.Sequential(nn.Embedding(8, 2, sparse=True))
+        return module
+
+    def callback(made: L.Callback) -> dict[str, Any]:
+        return {"trainer_options": {"callbacks": [made]}}
+
+    blocks = ["Block", "Decoder"]
+    instead = "memmap_superbatch_ddp"
+    swa, ema = StochasticWeightAveraging(0.1), EMAWeightAveraging()
+    pruning = ModelPruning("l1_unstructured")
+    cases: list[tuple[Callable[[], Any], dict[str, Any], list[str]]] = [
+        (Deep, {"wrap_classes": blocks}, [f"wrap_classes={blocks}", "Decoder", "Block, LayerNorm"]),
+        (Deep, {"activation_checkpointing": True}, ["activation_checkpointing=True"]),
+        (own_parameter, {}, ["scale", "manual optimization", "submodule"]),
+        (tied_by_hand, {}, ["blocks.0.up.weight", "manual optimization", "submodule"]),
+        (lambda: sharded, {"replicate_size": 2}, ["was sharded over"]),
+        (attention, {}, ["MultiheadAttention", "reset_parameters"]),
+        (sparse, {}, ["net.0: Embedding with sparse=True"]),
+        (Deep, callback(swa), ["StochasticWeightAveraging", instead]),
+        (Deep, callback(ema), ["EMAWeightAveraging", instead]),
+        (Deep, callback(pruning), ["ModelPruning", instead]),
+        # torch has these layers for GPUs alone.
+        (Normed, {"trainer_options": {"sync_batchnorm": True}}, ["SyncBatchNorm"]),
+        (Lbfgs, {}, ["LBFGS", "AdamW"]),
+        (PenalisedDeep, {"wrap_classes": ["Block"]}, ["parameters", "weight_decay"]),
+    ]
+    for make, options, words in cases:
+        with pytest.raises((ValueError, TypeError)) as raised:
+            fit(tmp_path, "rejected", make, **options)
+        assert all(word in str(raised.value) for word in words), (words, raised.value)
 
 
 class Rounded(Precision):
