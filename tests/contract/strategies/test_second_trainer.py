@@ -1,6 +1,7 @@
 """A second Trainer in one program gets nothing of the first one's that it was not asked to."""
 
 import os
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,62 +15,8 @@ from lightning.pytorch.plugins import Precision
 from lightning_memmap import MemmapDataModule
 from tests.strategies.test_fsdp2 import fit
 from tests.support.models import Points, Regression, make_trainer
-from tests.support.processes import free_port, in_processes, launch, launch_any
+from tests.support.processes import free_port, in_processes, launch_any
 from tests.support.traces import changed_by_fit
-
-
-def errors(out: Path) -> dict[str, Any]:
-    """Continue with a sharded module in ways that differ from the first one's. The errors."""
-    module = fit(out, "first", wrap_classes=["Block"])
-    by_class = {"wrap_classes": ["Block"]}
-
-    def by_ddp() -> None:
-        trainer = make_trainer(out, strategy="memmap_superbatch_ddp", devices=2)
-        data = MemmapDataModule(Points(24), store_dir=out / "stores", batch_size=6)
-        trainer.fit(module, data)
-
-    def by_hand() -> None:
-        module.automatic_optimization = False
-        try:
-            fit(out, "second", lambda: module, **by_class)
-        finally:
-            module.automatic_optimization = True
-
-    def in_another_group() -> None:
-        dist.barrier()
-        ports = [free_port()]
-        dist.broadcast_object_list(ports)
-        dist.destroy_process_group()
-        os.environ["MASTER_PORT"] = str(ports[0])
-        fit(out, "second", lambda: module, **by_class)
-
-    def with_options(trainer_options: Any = None, **options: Any) -> Callable[[], Any]:
-        chosen = {**by_class, **options}
-        return lambda: fit(out, "second", lambda: module, trainer_options=trainer_options, **chosen)
-
-    cases: dict[str, Callable[[], Any]] = {
-        "precision": with_options({"precision": "bf16-mixed"}),
-        "no such class": with_options(wrap_classes=["NoSuchClass"]),
-        "other class": with_options(wrap_classes=["LayerNorm"]),
-        "by size": with_options(wrap_classes=None),
-        "reshard": with_options(reshard_after_forward=True),
-        "recompute": with_options(activation_checkpointing=True),
-        "reduce": with_options(reduce_dtype="bfloat16"),
-        "by hand": by_hand,
-        "ddp": by_ddp,
-        # The same units, chosen otherwise.
-        "same": with_options(wrap_classes=None, min_unit_parameters=4000),
-        "same class": with_options(wrap_classes=[type(module.blocks[0]).__mro__[2]]),
-        "group": in_another_group,
-    }
-    found = {}
-    for name, run in cases.items():
-        try:
-            run()
-            found[name] = ""
-        except ValueError as error:
-            found[name] = str(error)
-    return found
 
 
 def plugins(out: Path, strategy: str) -> dict[str, Any]:
@@ -106,23 +53,60 @@ def plugins(out: Path, strategy: str) -> dict[str, Any]:
     return {}
 
 
+@in_processes(2)
 def test_sharded_module_is_taken_over_as_it_was_sharded_or_not_at_all(tmp_path: Path) -> None:
-    for found in launch(errors, tmp_path, processes=2):
-        for case, *words in (
-            ("precision", "precision='bf16-mixed'", "'32-true'"),
-            ("no such class", "wrap_classes=['NoSuchClass']", "Block, LayerNorm"),
-            ("other class", "wrap_classes", "blocks.0.norm", "blocks.0"),
-            ("by size", "min_unit_parameters", "blocks.0"),
-            ("reshard", "reshard_after_forward=True", "None"),
-            ("recompute", "activation_checkpointing=True", "False"),
-            ("reduce", "reduce_dtype=torch.bfloat16"),
-            ("by hand", "automatic_optimization=False"),
-            ("ddp", "memmap_superbatch_ddp", "FSDP2", "Deep"),
-            ("group", "process group", "Deep"),
-        ):
-            for word in words:
-                assert word in found[case], case
-        assert found["same"] == found["same class"] == ""
+    module = fit(tmp_path, "first", wrap_classes=["Block"])
+    by_class = {"wrap_classes": ["Block"]}
+
+    def by_ddp() -> None:
+        trainer = make_trainer(tmp_path, strategy="memmap_superbatch_ddp", devices=2)
+        data = MemmapDataModule(Points(24), store_dir=tmp_path / "stores", batch_size=6)
+        trainer.fit(module, data)
+
+    def by_hand() -> None:
+        module.automatic_optimization = False
+        try:
+            fit(tmp_path, "second", lambda: module, **by_class)
+        finally:
+            module.automatic_optimization = True
+
+    def in_another_group() -> None:
+        dist.barrier()
+        ports = [free_port()]
+        dist.broadcast_object_list(ports)
+        dist.destroy_process_group()
+        os.environ["MASTER_PORT"] = str(ports[0])
+        fit(tmp_path, "second", lambda: module, **by_class)
+
+    def with_options(trainer_options: Any = None, **options: Any) -> Callable[[], Any]:
+        chosen = {**by_class, **options}
+        return lambda: fit(
+            tmp_path, "second", lambda: module, trainer_options=trainer_options, **chosen
+        )
+
+    # What is run, and what the error names. Without names, training continues.
+    cases: list[tuple[Callable[[], Any], list[str]]] = [
+        (with_options({"precision": "bf16-mixed"}), ["precision='bf16-mixed'", "'32-true'"]),
+        (with_options(wrap_classes=["NoSuchClass"]), ["['NoSuchClass']", "Block, LayerNorm"]),
+        (with_options(wrap_classes=["LayerNorm"]), ["wrap_classes", "blocks.0.norm", "blocks.0"]),
+        (with_options(wrap_classes=None), ["min_unit_parameters", "blocks.0"]),
+        (with_options(reshard_after_forward=True), ["reshard_after_forward=True", "None"]),
+        (with_options(activation_checkpointing=True), ["activation_checkpointing=True"]),
+        (with_options(reduce_dtype="bfloat16"), ["reduce_dtype=torch.bfloat16"]),
+        (by_hand, ["automatic_optimization=False"]),
+        (by_ddp, ["memmap_superbatch_ddp", "FSDP2", "Deep"]),
+        # The same units, chosen otherwise.
+        (with_options(wrap_classes=None, min_unit_parameters=4000), []),
+        (with_options(wrap_classes=[type(module.blocks[0]).__mro__[2]]), []),
+        (in_another_group, ["process group", "Deep"]),
+    ]
+    for run, names in cases:
+        if not names:
+            run()
+            continue
+        with pytest.raises(ValueError, match=re.escape(names[0])) as raised:
+            run()
+        assert all(name in str(raised.value) for name in names), names
 
 
 #: What of a module stays as it was split.
