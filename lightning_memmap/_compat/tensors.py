@@ -50,9 +50,6 @@ def num_writes(tensor: Tensor) -> int:
     return tensor._version
 
 
-# Many tensors at once: torch has no public names for these.
-
-
 def take_buckets(tensors: Iterable[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
     """Yield lists of tensors of one dtype and device, each of about ``max_bytes``."""
     buckets: dict[Any, list[Tensor]] = {}
@@ -71,16 +68,13 @@ def take_buckets(tensors: Iterable[Tensor], max_bytes: int) -> Iterator[list[Ten
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate flattened tensors of one dtype."""
-    if (at_once := getattr(torch._utils, "_flatten_dense_tensors", None)) is not None:
-        flat: Tensor = at_once(tensors)
-        return flat
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    # A single tensor needs no copy.
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return the parts of a flat tensor with the shapes of others, as views."""
-    if (at_once := getattr(torch._utils, "_unflatten_dense_tensors", None)) is not None:
-        return list(at_once(flat, like))
     parts = torch.split(flat, [tensor.numel() for tensor in like])
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 

@@ -109,18 +109,10 @@ class Packed(ReprAsCall, SamplerFactory):
             self.stores = tuple(self.shares)
         if self.shares_of not in ("tokens", "documents"):
             raise ValueError(f"Packed: shares_of={self.shares_of!r}: choose tokens or documents")
-        if self.shares is not None and (self.split or self.overflow == "split"):
-            option = "split=True" if self.split else "overflow='split'"
-            raise ValueError(f"Packed: shares with {option}: shares are of whole documents")
         if not isinstance(self.field, str):
             raise TypeError(f"Packed: field={self.field!r}: pass the name of a field")
         if not isinstance(self.weight, str | None):
             raise TypeError(f"Packed: weight={self.weight!r}: pass the name of a field, or omit it")
-        if self.weight is not None and (self.split or self.overflow in ("split", "truncate")):
-            raise ValueError(
-                f"Packed: weight={self.weight!r}: rows may be cut, and the targets of their"
-                " pieces are unknown: use overflow='error' or 'drop', or omit weight"
-            )
         if isinstance(self.length, Mapping):
             self.length = {
                 name: check_integer(f"Packed: length[{name!r}]", value, 1)
@@ -145,12 +137,24 @@ class Packed(ReprAsCall, SamplerFactory):
                 f"Packed: split=True with overflow={self.overflow!r}: rows of any length are"
                 " concatenated and cut, so omit overflow"
             )
-        if len(self.limits) > 1 and (self.split or self.overflow in ("split", "truncate")):
-            option = "split=True" if self.split else f"overflow={self.overflow!r}"
-            raise ValueError(
-                f"Packed: {option} with lengths of {', '.join(self.limits)}: rows with several"
-                " lengths can't be cut; use overflow='error' or 'drop'"
-            )
+        if self.split or self.overflow in ("split", "truncate"):
+            self._check_cut("split=True" if self.split else f"overflow={self.overflow!r}")
+
+    def _check_cut(self, option: str) -> None:
+        """Check that the other arguments suit rows that an option cuts."""
+        for is_set, reason in (
+            (self.weight is not None, f"weight={self.weight!r}: the targets of pieces are unknown"),
+            (len(self.limits) > 1, f"lengths of {', '.join(self.limits)}: they can't be cut alike"),
+            (
+                self.shares is not None and self.overflow != "truncate",
+                "shares: shares are of whole documents",
+            ),
+        ):
+            if is_set:
+                raise ValueError(
+                    f"Packed: {option} cuts rows, with {reason}: pack whole rows, by"
+                    " overflow='error' or 'drop' without split"
+                )
 
     @property
     def limits(self) -> dict[str, int]:
@@ -783,8 +787,9 @@ class PackedSampler(Sampler):
     @override
     def in_blocks(self, block: int) -> Self:
         raise ValueError(
-            f"shuffle_block={block}: packs are planned over all rows of a shard, and can't be"
-            " divided into blocks: omit shuffle_block, and use residency='mmap' or 'host'"
+            f"shuffle_block={block}, set or computed for residency='stream': packs are planned over"
+            " all rows of a shard, and can't be divided into blocks: omit shuffle_block, and use"
+            " residency='mmap' or 'host'"
         )
 
 

@@ -113,8 +113,7 @@ def defined_names(tree: ast.AST) -> Iterator[str]:
 
 #: Names for which `_compat` has a fallback, and which torch and Lightning do not look up later.
 WITH_FALLBACK = """
-    torch._C:_storage_Use_Count torch._utils:_flatten_dense_tensors torch:_foreach_copy_
-    torch._utils:_unflatten_dense_tensors torch:_foreach_add_ torch:_foreach_mul_
+    torch._C:_storage_Use_Count torch:_foreach_copy_ torch:_foreach_add_
     torch.distributed.tensor._utils:compute_local_shape_and_global_offset
     lightning.pytorch.callbacks:WeightAveraging
     lightning.pytorch.overrides.distributed:_IndexBatchSamplerWrapper
