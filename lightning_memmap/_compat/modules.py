@@ -117,7 +117,7 @@ def writes_on_meta(
             for name, tensor in register.items():
                 if tensor is not None:
                     register[name] = _on_meta(tensor, memory)
-        return {module: _writes(module, function) for module, function in functions.items()}
+        return {module: _count_writes(module, function) for module, function in functions.items()}
     finally:
         torch.set_rng_state(state)
         for register, values in zip(registers, before, strict=True):
@@ -134,7 +134,7 @@ def _on_meta(tensor: Tensor, memory: dict[int, Tensor]) -> Tensor:
     return memory[id(tensor)]
 
 
-def _writes(module: nn.Module, function: Callable[[], Any]) -> dict[NamedTensor, float]:
+def _count_writes(module: nn.Module, function: Callable[[], Any]) -> dict[NamedTensor, float]:
     keys = [(child, name) for child in module.modules() for name, _ in own_named_tensors(child)]
     tensors: list[Tensor] = [getattr(child, name) for child, name in keys]
     before = [(tensor, num_writes(tensor)) for tensor in tensors]

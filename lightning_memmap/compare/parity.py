@@ -35,7 +35,7 @@ def hash_batch(batch: Any) -> int:
     """Sum, modulo 2**64, the XXH3 of each row over the bytes of all leaves of a (super-)batch."""
     total = 0
     for part in _device_batches(batch):
-        leaves = (_rows_of(leaf) for _, leaf in named_leaves(part, leaf_types=(Padded,)))
+        leaves = (_bytes_of_rows(leaf) for _, leaf in named_leaves(part, leaf_types=(Padded,)))
         for row in zip(*(rows for rows in leaves if rows is not None), strict=True):
             digest = xxhash.xxh3_64()
             for value in row:
@@ -44,7 +44,7 @@ def hash_batch(batch: Any) -> int:
     return total % MODULUS
 
 
-def _rows_of(leaf: Any) -> Sequence[Any] | None:
+def _bytes_of_rows(leaf: Any) -> Sequence[Any] | None:
     """Return the bytes of each row of a leaf, without padding; None if it has no rows or bytes."""
     if isinstance(leaf, Tensor) and not leaf.is_nested:
         return _bytes(leaf) if leaf.ndim and leaf.numel() else None

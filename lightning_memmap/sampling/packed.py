@@ -519,12 +519,12 @@ def _plan(pool: Pool, seed: int, options: PackOptions, documents: Documents) -> 
     draft = PackedSampler(
         pool, seed, options=options, documents=documents, num_packs=1, max_documents=limit
     )
-    needed, largest = draft.needed()
+    needed, largest = draft.needed_packs()
     if not needed.any():
         raise ValueError(f"Packed: field {options.field!r} has no token in any of the rows")
     if options.overflow == "split" and (documents.counts < needed.max()).any():
         documents = documents.with_at_least(int(needed.max()))
-        needed, largest = replace(draft, documents=documents).needed()
+        needed, largest = replace(draft, documents=documents).needed_packs()
     # Shards that need the most packs come first, since the first have one pack more than others.
     tokens = totals(documents.lengths.array[:, 0], documents.counts)
     order = np.lexsort((-tokens, -documents.num_available, -needed))
@@ -611,7 +611,7 @@ class PackedSampler(Sampler):
     def num_positions(self) -> int:
         return self.num_packs
 
-    def needed(self) -> tuple[Integers, int]:
+    def needed_packs(self) -> tuple[Integers, int]:
         """Return the packs that each shard needs in epoch 0, int64 of shape (C,), and the most
         documents of a pack, which is 0 with ``split=True``.
         """

@@ -333,7 +333,7 @@ class _Room:
             at = self._windows, pack
             if all((remaining[at] <= self._limit).all() for remaining in self._remaining):
                 break
-            self._grow()
+            self._add_packs()
         for free, remaining in zip(self._free, self._remaining, strict=True):
             free[at] = remaining[at]
         return pack
@@ -348,7 +348,7 @@ class _Room:
         score: NDArray[np.float64] = np.asarray(total)
         return score
 
-    def _grow(self) -> None:
+    def _add_packs(self) -> None:
         """Add empty packs."""
         num_more = 8 + self.num_packs // 4
         parts = zip(self._free, self._capacity, strict=True)

@@ -286,21 +286,21 @@ class JoinedRows(Rows):
 
     @override
     def file_rows(self, numbers: Integers) -> Integers:
-        return self._by_member(StoreRows.file_rows, numbers, self.starts)
+        return self._look_up_by_store(StoreRows.file_rows, numbers, self.starts)
 
     @override
     def dataset_rows(self, numbers: Integers) -> Integers:
-        return self._by_member(StoreRows.dataset_rows, numbers, self.starts)
+        return self._look_up_by_store(StoreRows.dataset_rows, numbers, self.starts)
 
     @override
     def numbers_at(self, ranks: Integers) -> Integers:
-        return self._by_member(StoreRows.numbers_at, ranks, self._member_starts)
+        return self._look_up_by_store(StoreRows.numbers_at, ranks, self._member_starts)
 
     @cached_property
     def _member_starts(self) -> Integers:
         return starts_of(np.array(self.member_sizes))
 
-    def _by_member(
+    def _look_up_by_store(
         self,
         look_up: Callable[[StoreRows, Integers], Integers],
         numbers: Integers,
