@@ -169,8 +169,8 @@ def dense_tensors(leaf: Any, parents: tuple[int, ...] = ()) -> list[Tensor]:
         return [part for row in leaf for _, part in named_leaves(row) if isinstance(part, Tensor)]
     if isinstance(leaf, Tensor) and leaf.is_nested:
         nested: Any = leaf
-        tensors = [nested.values(), nested.offsets(), nested.lengths()]
-        return [tensor for tensor in tensors if tensor is not None]
+        parts = nested.values(), nested.offsets(), nested.lengths()
+        return [part for part in parts if part is not None]
     if isinstance(leaf, Tensor):
         return [leaf]
     if id(leaf) in parents or isinstance(leaf, type) or not hasattr(leaf, "__dict__"):

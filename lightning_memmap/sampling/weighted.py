@@ -337,7 +337,7 @@ class EpochWeightedSampler(DrawnSampler):
         points = (np.arange(count) + first_point) * (stops[-1] / count)
         # A rounded point may be at the end of the line.
         last = int(np.flatnonzero(weights[order])[-1])
-        drawn = order[np.minimum(np.searchsorted(stops, points, side="right"), last)]
+        drawn: Integers = order[np.minimum(np.searchsorted(stops, points, side="right"), last)]
         drawn.sort()
         return drawn
 
