@@ -3,6 +3,7 @@
 from pathlib import Path
 from textwrap import shorten
 
+import numpy as np
 from rich.console import Console
 
 from lightning_memmap.arguments import BriefParser, print_error
@@ -50,7 +51,8 @@ def info(path: str) -> int:
 def print_info(store: Store, console: Console) -> None:
     """Print what a store holds."""
     manifest = store.manifest
-    shard_bytes = sum(column.shard_bytes for column in manifest.columns)
+    no_bytes = np.zeros(store.num_shards, np.int64)
+    shard_bytes = sum((column.shard_bytes for column in manifest.columns), no_bytes)
     console.print(printable(store.location), style="bold", soft_wrap=True)
     console.print(
         f"{store.num_rows:,} rows, {format_bytes(manifest.num_bytes)},"

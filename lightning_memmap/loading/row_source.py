@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -91,7 +91,7 @@ class Fetched:
             split = (leaf.split_with_sizes(sizes) for leaf in leaves)
             steps_by_receiver.append(zip(*split, strict=True))
         self.leaves = []
-        of_step = list if count == 1 else share_widths
+        of_step: Callable[..., Any] = list if count == 1 else share_widths
         return [*map(of_step, zip(*steps_by_receiver, strict=True))][::-1]
 
 
