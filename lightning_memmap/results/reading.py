@@ -24,8 +24,8 @@ def read_row_results(path: str | Path, keep: Keep = "last", container: str = "te
 
     Args:
         path: The folder of the results. If it contains ``{member}``, the last results of all
-            members are joined, such as those of the folds that each member held out. A row that
-            several members have seen has the mean of their values.
+            members are joined, such as the predictions of folds for the rows that they held out. A
+            row that several members have seen has the mean of their values.
         keep: ``"last"`` for the last epoch, ``"all"``, or the number of last epochs.
         container: ``"tensordict"``, ``"arrow"`` or ``"pandas"``.
 
