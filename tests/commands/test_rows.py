@@ -102,6 +102,14 @@ def test_steps_are_those_of_a_training(
     assert f"step={num_steps}: epoch 0 has the steps 0 to {num_steps - 1}" in command.err
 
 
+def test_rows_of_uneven_steps_are_listed_for_their_devices(command: Command) -> None:
+    command.write({"strategy": "memmap_superbatch", "devices": 4}, shuffle=False, batch_size=5)
+    for step in (3, 4):
+        found = command.step("--step", step)
+        assert all(row % 4 == each["device"] for each in found["devices"] for row in each["rows"])
+    assert found["rows"] == [*range(75, 90)]
+
+
 def test_ranks_are_those_of_the_strategy(command: Command) -> None:
     command.write({"strategy": "ddp", "devices": 2})
     found = command.step()

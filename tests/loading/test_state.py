@@ -62,6 +62,14 @@ def test_state_of_another_order_is_refused_inside_its_epoch(
         next(iter(loader))
 
 
+def test_state_of_other_blocks_is_refused(numbered_store: Stores) -> None:
+    saved, other = (make_loader(numbered_store(97, 24), shuffle=True, window=n) for n in (2, 3))
+    next(iter(saved))
+    other.load_state_dict(saved.state_dict())
+    with pytest.raises(ValueError, match=r"shuffle_block=2, .*shuffle_block=3"):
+        next(iter(other))
+
+
 @pytest.mark.parametrize(("changes", "words"), WRONG)
 def test_state_with_a_wrong_value_is_refused(
     numbered_store: Stores, changes: dict[str, Any], words: str

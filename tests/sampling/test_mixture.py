@@ -90,6 +90,11 @@ def test_epochs_go_on_where_those_before_ended(sampler: MixtureSampler, num_epoc
         assert np.ptp(counts) <= 4
 
 
+def test_rest_of_the_shares_goes_to_the_largest_fractions() -> None:
+    sampler = mixture([50, 50, 50], [0.47, 0.29, 0.24], 10, None, 1, 0)  # 4.7, 2.9 and 2.4.
+    assert [*sampler.sets.counts] == [5, 3, 2]
+
+
 def test_all_steps_have_the_shares() -> None:
     sampler = mixture([900, 300], [2, 1], 2400, 10, 12, 0)
     stores = joined([900, 300], 12).stores_of(rows_of(sampler, 2)).reshape(-1, 12)

@@ -67,7 +67,7 @@ _SAMPLING = [
         "the block size is missing in the identity of an order",
         'if item.init and item.name != "num_samples"]',
         'if item.init and item.name not in ("num_samples", "shuffle_block")]',
-        ("tests/loading/test_state.py::test_state_of_another_order_is_refused_inside_its_epoch",),
+        ("tests/loading/test_state.py::test_state_of_other_blocks_is_refused",),
     ),
     Fault(
         "sampling/schedule.py",
@@ -102,11 +102,7 @@ _SAMPLING = [
         "the rest of a share goes to the smallest fraction",
         "np.argsort(rounded - numbers",
         "np.argsort(numbers - rounded",
-        (
-            "tests/sampling/test_mixture.py::test_by_batch_each_batch_is_of_one_set_and_sets_have_their_shares",
-            "tests/sampling/test_mixture.py::test_all_steps_have_the_shares",
-            "tests/sampling/test_mixture.py::test_each_row_comes_as_often_as_its_set_says",
-        ),
+        ("tests/sampling/test_mixture.py::test_rest_of_the_shares_goes_to_the_largest_fractions",),
     ),
     Fault(
         "sampling/mixture.py",
@@ -925,7 +921,7 @@ _COMMANDS = [
         "rows are listed for the wrong data device after an uneven step",
         "by_position[(device - start) % num_devices :: num_devices]",
         "by_position[device::num_devices]",
-        ("tests/commands/test_rows.py::test_steps_are_those_of_a_training",),
+        ("tests/commands/test_rows.py::test_rows_of_uneven_steps_are_listed_for_their_devices",),
     ),
     Fault(
         "commands/rows.py",
