@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from msgspec.structs import replace
-from typing_extensions import Self
 
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.integers import Integers
@@ -38,13 +37,13 @@ class ArrowFacts(NamedTuple):
     has_nulls: bool
     lengths: tuple[int, int] | None = None
     """The lengths of the shortest and the longest list; None without lists."""
-    children: tuple[Self, ...] = ()
+    children: tuple["ArrowFacts", ...] = ()
     """The facts about the fields of structs. For lists, the facts about the items at each index if
     the lists are short and have one length, or else about all items."""
     shape: tuple[int, ...] | None = None
     """The shape of each row, if the type fixes it."""
 
-    def merge(self, other: Self) -> Self:
+    def merge(self, other: "ArrowFacts") -> "ArrowFacts":
         """Return the facts about the rows of both, of one type."""
         lengths = [lengths for lengths in (self.lengths, other.lengths) if lengths is not None]
         children = self.children, other.children
@@ -175,7 +174,7 @@ class ArrowFacts(NamedTuple):
             ),
         )
 
-    def _walk(self, path: Path) -> Iterator[tuple[Path, Self]]:
+    def _walk(self, path: Path) -> Iterator[tuple[Path, "ArrowFacts"]]:
         """Yield the path and the facts of a column and of all fields of structs in it."""
         yield path, self
         struct = merge_facts(self.children) if is_list(self.type) else self
