@@ -167,7 +167,8 @@ def main(
         Paragraphs("val"),
         store_dir=store_dir,
         batch_size=packs // devices,
-        sampler=Packed("tokens", length, weight="num_targets"),
+        sampler=Packed("tokens", length),
+        weight="num_targets",
         layout={"labels": Pad(value=IGNORED)},
     )
     trainer = L.Trainer(

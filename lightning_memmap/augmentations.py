@@ -194,7 +194,8 @@ class ColorJitter:
             or floating from 0 to 1. Values are clamped to that range, and the dtype stays.
 
     Raises:
-        ValueError: An amount is negative.
+        ValueError: An amount is negative, or the first batch has floating images far outside of
+            the range from 0 to 1. (torchvision and Kornia clamp these.)
     """
 
     def __init__(
@@ -210,6 +211,7 @@ class ColorJitter:
                 raise ValueError(f"{name}={amount}: pass 0 or more")
         self.amounts = tuple(amounts.values())
         self.field = field
+        self._is_checked = False
 
     def __call__(self, batch: Mapping[str, Any], random: RowRandom) -> dict[str, Any]:
         """Change the colours of the images of a batch of B rows."""
@@ -224,6 +226,9 @@ class ColorJitter:
                 f"ColorJitter: saturation needs 3 channels, and the field {self.field!r} has"
                 f" {image.shape[1]}: pass saturation=0"
             )
+        if not self._is_checked:
+            # Once, because it waits for the device.
+            self._check_range(image)
         largest = 1.0 if image.is_floating_point() else 255.0
         changed = image.float()
         brightness, contrast, saturation = (
@@ -240,6 +245,20 @@ class ColorJitter:
         if not image.is_floating_point():
             changed = changed.round_()
         return {**batch, self.field: changed.to(image.dtype)}
+
+    def _check_range(self, image: Tensor) -> None:
+        """Raise for floating images that are not from 0 to 1, such as from 0 to 255."""
+        self._is_checked = image.numel() > 0
+        if not image.is_floating_point() or not image.numel():
+            return
+        low, high = (bound.item() for bound in image.aminmax())
+        # Resampled images exceed the range a little.
+        if low < -1 or high > 2:
+            raise ValueError(
+                f"ColorJitter: the field {self.field!r} has values from {low:.3g} to {high:.3g}:"
+                " pass floating images from 0 to 1, such as image / 255, before they are"
+                " normalised, or uint8 images"
+            )
 
 
 class _Mix(ABC):

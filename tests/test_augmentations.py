@@ -179,6 +179,19 @@ class TestColorJitter:
         grey = ColorJitter(0.4, 0.4)({"image": image[:, :1]}, numbers())["image"]
         assert grey.shape == (NUM_ROWS, 1, 4, 4)
 
+    @pytest.mark.parametrize("scale", [255, -3])
+    def test_floating_images_far_outside_of_the_range_raise(self, scale: float) -> None:
+        image = torch.linspace(0, scale, 48).view(1, 3, 4, 4)
+        with pytest.raises(ValueError, match="'image'"):
+            ColorJitter(0.4)({"image": image}, numbers([0]))
+
+
+@pytest.mark.parametrize("name", [*TRANSFORMS, *MIXES])
+def test_batch_without_rows_stays_one(name: str) -> None:
+    transform = {**TRANSFORMS, **MIXES}[name]
+    found = transform(batch_of(torch.arange(0)), numbers([]))
+    assert len(found["image"]) == len(found["label"]) == 0
+
 
 class TestMixing:
     @pytest.mark.parametrize("name", MIXES)

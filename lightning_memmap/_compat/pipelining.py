@@ -1,6 +1,7 @@
 """Private names of torch's pipelines."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from inspect import signature
 from typing import Any
 
@@ -34,7 +35,8 @@ class TracelessStage(PipelineStage):
         parent: Any = super()
         self._save_buffers(self.submod)
         try:
-            return parent._shape_inference(*args, **kwargs)
+            with _same_random_numbers(self.device):
+                return parent._shape_inference(*args, **kwargs)
         finally:
             self._restore_buffers()
 
@@ -53,7 +55,8 @@ class TracelessStage(PipelineStage):
         with torch.no_grad():
             for arg in () if self.is_first else args:
                 arg.zero_()
-        return parent._compute_outputs(*args, module=module, **kwargs)
+        with _same_random_numbers(self.device):
+            return parent._compute_outputs(*args, module=module, **kwargs)
 
     def _post_metadata_inference_cleanup(self) -> None:
         parent: Any = super()
@@ -68,3 +71,10 @@ class TracelessStage(PipelineStage):
             for buffer, value in zip(self.submod.buffers(), self._before, strict=True):
                 buffer.copy_(value)
         self._before = ()
+
+
+def _same_random_numbers(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context after which torch draws the numbers that it would have drawn without it."""
+    if device.type == "cpu":
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([device], device_type=device.type)

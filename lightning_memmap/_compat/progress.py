@@ -1,6 +1,5 @@
 """The position of a fit: the batches that weights were trained on, and the Trainer's counts."""
 
-import math
 import weakref
 from typing import Annotated, Any, NamedTuple
 
@@ -51,14 +50,6 @@ class TrainerProgress:
         #: Batches of all epochs up to the last one that an optimizer has stepped on; None if steps
         #: cannot be observed.
         self._stepped_batches: int | None = None
-
-    def accumulation(self) -> tuple[int, int | None]:
-        """Batches between two steps of the optimizer, and the batches of an epoch; None: all."""
-        trainer: Any = self._trainer()
-        if trainer is None or not trainer.lightning_module.automatic_optimization:
-            return 1, None
-        limit = trainer.num_training_batches
-        return trainer.accumulate_grad_batches, None if math.isinf(limit) else int(limit)
 
     def delivery(self) -> Delivery | None:
         """Return the Trainer's counts when a batch is delivered; None if it isn't training."""
@@ -179,6 +170,15 @@ class TrainerProgress:
         if optimizers:
             signals.install()
         self._is_watching = True
+
+
+def accumulation_group(trainer: Any) -> tuple[int, range]:
+    """Return the number of the current batch of an epoch, and all with which it is accumulated."""
+    batch = int(trainer.fit_loop.epoch_loop.batch_idx)
+    size = trainer.accumulate_grad_batches
+    start = batch // size * size
+    # The number of batches is infinite if the loader has no length.
+    return batch, range(start, int(min(start + size, trainer.num_training_batches)))
 
 
 def _close(signals: "weakref.ref[SignalDeferral]") -> None:

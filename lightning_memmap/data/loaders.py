@@ -8,6 +8,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_memmap._compat.progress import TrainerProgress
 from lightning_memmap.data.first_epoch import show_stored
+from lightning_memmap.data.options import DataOptions
 from lightning_memmap.data.set_up import SetUp
 from lightning_memmap.data.split_stores import SplitStores
 from lightning_memmap.loading.batches import BatchLoader
@@ -16,10 +17,14 @@ from lightning_memmap.loading.packed_batch import PackedCollate
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.super_batch import Collate
 from lightning_memmap.loading.variable_batch import LayoutCollate
+from lightning_memmap.placement.topology import find_data_parallel_rank
+from lightning_memmap.sampling.items import make_item_counter
 from lightning_memmap.sampling.packed import PackedSampler
+from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
 from lightning_memmap.schema.forms import read_declared
 from lightning_memmap.store.samples import read_first_sample
+from lightning_memmap.store.series import make_fields
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, iterate_samples
 
 
@@ -61,8 +66,8 @@ def make_loader(
             training_options["skip_steps"] = steps_to_skip(options.skip_steps)
             training_options["skipped"] = skipped
     order = set_up.make_order(options) if is_training else set_up.placement.splits[split].order
-    if is_training and isinstance(order, PackedSampler):
-        training_options["weigh"] = order.num_targets
+    if is_training:
+        training_options |= _counting_options(order, set_up, options, trainer)
     is_growing = any(store.pending is not None for store in set_up.stores.values())
     loader = SuperBatchLoader(
         set_up.rows[split],
@@ -83,6 +88,30 @@ def make_loader(
     if not is_overfitting:
         loader.dataset = loader.batch_sizes
     return loader.placed(topology)
+
+
+def _counting_options(
+    order: Sampler, set_up: SetUp, options: DataOptions, trainer: L.Trainer | None
+) -> dict[str, Any]:
+    """Return the arguments of a loader that count the items of the loss; none if they are rows."""
+    weight = options.weight
+    if weight is None:
+        return {"count_items": order.num_targets} if isinstance(order, PackedSampler) else {}
+    strategy = None if trainer is None else trainer.strategy
+    is_weighting = hasattr(strategy, "add_training_loader")
+    if trainer is not None and not is_weighting:
+        num_processes = find_data_parallel_rank(strategy)[1]
+        if num_processes > 1 or trainer.accumulate_grad_batches > 1:
+            raise ValueError(
+                f"weight={weight!r} under {type(strategy).__name__}: Lightning's own strategies"
+                " average the losses of processes and micro-batches evenly: use"
+                " memmap_superbatch_ddp, memmap_fsdp2 or another strategy of this package"
+            )
+    if isinstance(weight, str):
+        fields = make_fields(set_up.stores["train"], order.pool.rows)
+        return {"count_items": make_item_counter(weight, order, fields)}
+    # Without a strategy that weights losses, nobody needs the numbers.
+    return {"count_in_batch": weight} if is_weighting else {}
 
 
 def _collate(split: str, set_up: SetUp, stores: SplitStores) -> Collate:

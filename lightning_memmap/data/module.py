@@ -174,6 +174,15 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             on a CPU.
         eval_batch_size: Rows per data device and step of validation, test and prediction: a number,
             or a dict of numbers by split. By default ``batch_size``.
+        weight: What the loss of ``training_step`` is a mean over, if not over rows, such as tokens:
+            the losses of processes, replicas and micro-batches are weighted by their number. Either
+            the name of a field, which has the number in each row, or whose values are counted in
+            rows of different lengths; then the number in each step is known without communication.
+            Or a function of the training batch, as the loader returns it, that returns the number
+            in each row, a tensor of shape (B,) on the batch's device; then processes add up one
+            number in each step. By default rows, and with `lightning_memmap.sampling.Packed` all
+            tokens but the first of each document. It requires a strategy of this package if there
+            are several processes or micro-batches.
         datamodule: Another data module, whose loaders state the datasets, batch sizes, samplers and
             ``drop_last``: see `from_datamodule`.
 
@@ -230,6 +239,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         build: str = "first",
         prefetch: int | None = None,
         eval_batch_size: int | dict[str, int] | None = None,
+        weight: Callable[[Any], Any] | str | None = None,
         datamodule: L.LightningDataModule | None = None,
     ) -> None:
         arguments = locals()

@@ -72,6 +72,7 @@ class OptionAttributes:
     build = Option[str]()
     prefetch = Option[int | None]()
     eval_batch_size = Option[int | Mapping[str, int] | None]()
+    weight = Option[Callable[[Any], Any] | str | None]()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Reject class attributes that would silently replace arguments."""

@@ -98,6 +98,7 @@ class DataOptions:
     build: str = "first"
     prefetch: int | None = None
     eval_batch_size: int | Mapping[str, int] | None = None
+    weight: Callable[[Any], Any] | str | None = None
 
     def __post_init__(self) -> None:
         for kind, datasets in self.datasets.items():
@@ -123,6 +124,11 @@ class DataOptions:
         for name in ("transform", "eval_transform"):
             if (transform := getattr(self, name)) is not None:
                 check_callable(name, transform)
+        if not (self.weight is None or isinstance(self.weight, str) or callable(self.weight)):
+            raise TypeError(
+                f"weight={self.weight!r}: pass the name of a field, or a function of the batch that"
+                " returns the number of items of each row"
+            )
         self._check_sampler()
         self._check_block()
         self._check_build()

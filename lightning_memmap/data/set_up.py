@@ -88,12 +88,14 @@ class SetUp:
     @property
     def must_match(self) -> dict[str, object]:
         """Everything that decides the rows of a step, and so must be equal on all ranks."""
+        weight = self.options.weight
         values: dict[str, object] = {
             "seed": self.options.seed,
             "batch_size": self.options.batch_size,
             "eval_batch_size": str(self.options.eval_batch_size),
             "shuffle": self.options.shuffle,
             "drop_last": self.options.drop_last,
+            "weight": weight if isinstance(weight, str | None) else "a function",
             "skip_steps": str(steps_to_skip(self.options.skip_steps)),
             "data devices per process": len(self.placement.topology.data_devices),
             "splits": ", ".join(self.stores),

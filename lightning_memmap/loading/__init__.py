@@ -10,9 +10,9 @@ variable_rows    rows that differ in length: padded, jagged or listed
 variable_batch   collates a batch, each field in its form
 packed_rows      the documents of a field, pack after pack
 packed_batch     fetches packs, and collates a batch of them (packing)
-transform        runs batch transforms repeatably (row_random, philox)
+transform        runs batch transforms repeatably (row_random, philox, seeding)
 super_batch      collates, transforms and assembles the batches of a step (assembly, nested)
-step_weight      the weight of a process in the loss of a step
+step_weight      the weight of a process in the loss of a step (batch_items)
 loader           yields super-batches, or assembled batches (progress, state, prefetch)
 batches          yields batches without a Trainer
 """

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from lightning_memmap._compat.loops import BatchIndices
 from lightning_memmap._compat.progress import FitPosition, TrainerProgress
 from lightning_memmap.errors import check_integer
+from lightning_memmap.loading.batch_items import CountInBatch, weight_of_batch
 from lightning_memmap.loading.fetch import Fetcher
 from lightning_memmap.loading.prefetch import default_prefetch, prefetched
 from lightning_memmap.loading.progress import LoaderProgress
@@ -23,11 +24,16 @@ from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.loading.row_source import Fetched, Steps, released_error
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.state import LoaderState
-from lightning_memmap.loading.step_weight import DeliveredSteps, StepWeight, weights_of_steps
+from lightning_memmap.loading.step_weight import (
+    DeliveredSteps,
+    item_weights,
+    row_weights,
+)
 from lightning_memmap.loading.super_batch import Collate, StepSeeds, SuperBatch, make_collator
 from lightning_memmap.loading.transform import BatchTransform
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling.identity import difference_of
+from lightning_memmap.sampling.items import CountItems
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import BatchSchedule, SkippedSteps
 
@@ -52,8 +58,9 @@ class SuperBatchLoader:
         skip_steps: Half-open ranges of steps to skip, counted over all epochs.
         skipped: The steps that the run has skipped so far.
         prefetch: Steps to prefetch; by default 2 for a device with streams.
-        weigh: Returns the weights of all positions of an epoch, of shape (N,), by which losses are
-            weighted; None if all weigh the same.
+        count_items: Counts the items of the loss at consecutive positions of an epoch; None if
+            every position is one.
+        count_in_batch: Counts the items of the loss in each row of a batch, instead.
         renew_rows: Returns the rows for the next epoch, while stores are being built.
     """
 
@@ -76,7 +83,8 @@ class SuperBatchLoader:
         skip_steps: tuple[tuple[int, int], ...] = (),
         skipped: SkippedSteps | None = None,
         prefetch: int | None = None,
-        weigh: Callable[[int], NDArray[Any]] | None = None,
+        count_items: CountItems | None = None,
+        count_in_batch: CountInBatch | None = None,
         renew_rows: Callable[[], SplitRows | None] | None = None,
     ) -> None:
         self._topology = topology
@@ -93,8 +101,8 @@ class SuperBatchLoader:
         self._prefetch_option = prefetch
         #: Tells the strategy how to weight the loss of a step. Copies of the loader share it.
         self.delivered = DeliveredSteps()
-        self._weigh = weigh
-        self._trainer_progress = progress
+        self._count_items = count_items
+        self._count_in_batch = count_in_batch
         self._epoch = 0
         self._progress = LoaderProgress(self._state_at_start(), progress, self.delivered)
         self._renew_rows = renew_rows
@@ -313,7 +321,7 @@ class SuperBatchLoader:
         # Lazy up to the first next(): Lightning calls iter() before it sets the epoch and loads the
         # state.
         if self.prefetch:
-            deliver = self._progress.deliver
+            deliver = self._count_and_deliver
             return prefetched(self._steps(), self.device, self.data_devices, self.prefetch, deliver)
         return self._delivered_steps()
 
@@ -323,6 +331,8 @@ class SuperBatchLoader:
         deliver = self._progress.deliver
         for super_batch in self._steps():
             item = super_batch if device is None else assemble(super_batch, device)
+            if self._count_in_batch is not None:
+                super_batch.weight = weight_of_batch(self._count_in_batch, super_batch, item)
             deliver(super_batch)
             # Drop the reference, so that its memory can be reused for the next one.
             del super_batch
@@ -360,6 +370,12 @@ class SuperBatchLoader:
         skipped = self.skipped.of_epoch(epoch, self.order.num_positions)
         return replace(self._whole_epoch, start=start, skipped=skipped)
 
+    def _count_and_deliver(self, super_batch: SuperBatch, batch: Any) -> None:
+        """Count a step as delivered, once its batch is known."""
+        if self._count_in_batch is not None:
+            super_batch.weight = weight_of_batch(self._count_in_batch, super_batch, batch)
+        self._progress.deliver(super_batch)
+
     def _steps(self) -> Iterator[SuperBatch]:
         """Yield the steps of the epoch, none of which counts as delivered yet."""
         rows = None if self._renew_rows is None else self._renew_rows()
@@ -369,7 +385,9 @@ class SuperBatchLoader:
             raise released_error()
         start = self._start()
         start = self._with_results(start)
-        self._progress.begin(start)
+        schedule = self._schedule(start.position, start.epoch)
+        # It must not refer to the loader, which refers to its progress.
+        self._progress.begin(start, partial(_count_in_steps, self._count_items, schedule, start))
         with closing(ExitStack()) as stack:
             # close() does not receive the error that ends this generator. In Python 3.10, a context
             # manager keeps the error, and so this frame and the rows, until the next collection.
@@ -426,7 +444,6 @@ class SuperBatchLoader:
     def _located_steps(self, start: LoaderState) -> Iterator[Steps]:
         """Yield the steps of an epoch in groups that are located together."""
         number = start.steps
-        weighted = self._weights(start)
         max_steps = min(max(1, _LOCATED_POSITIONS // self.global_batch), _LOCATED_STEPS)
         for stretch in self._schedule(start.position, start.epoch).stretches:
             for step in range(0, max(1, stretch.num_full), max_steps):
@@ -435,43 +452,39 @@ class SuperBatchLoader:
                 if stop == stretch.num_full:
                     sizes += stretch.tail
                 first = stretch.position(step)
-                bounds = first + np.append(0, np.cumsum(sizes))
+                stops = np.cumsum(sizes)
                 # The positions that this process serves before each step.
+                bounds = first + np.append(0, stops)
                 served = -(-(bounds - self._topology.rank) // self._topology.size)
                 positions = self.positions(first, first + sum(sizes))
                 lengths = np.diff(served).tolist()
-                here = slice(number - start.steps, number - start.steps + len(sizes))
-                weights = weighted[here] or _row_weights(lengths, sizes)
+                if self._count_items is None:
+                    weights = row_weights(lengths, sizes)
+                else:
+                    items = self._count_items(start.epoch, range(first, first + sum(sizes)))
+                    offset = positions.start - first
+                    weights = item_weights(items, stops, offset, self._topology.size)
                 yield Steps(start.epoch, number, positions, lengths, weights)
                 number += len(sizes)
 
-    def _weights(self, start: LoaderState) -> list[StepWeight]:
-        """Return the weights of the steps of an epoch; an empty list if rows are their weights."""
-        if self._weigh is None:
-            return []
-        schedule = self._schedule(start.position, start.epoch)
-        bounds = np.array([schedule.bounds(step) for step in range(len(schedule))], np.int64)
-        progress = self._trainer_progress
-        accumulated, limit = (1, None) if progress is None else progress.accumulation()
-        topology = self._topology
-        return weights_of_steps(
-            self._weigh(start.epoch),
-            bounds.reshape(-1, 2),
-            topology.rank,
-            topology.size,
-            accumulated,
-            start.steps,
-            limit,
-            len(topology.data_devices),
-        )
 
+def _count_in_steps(
+    count_items: CountItems | None, schedule: BatchSchedule, start: LoaderState, steps: range
+) -> float:
+    """Count the items in steps of an epoch that begins in a state, without those before or after.
 
-def _row_weights(lengths: Sequence[int], sizes: Sequence[int]) -> list[StepWeight]:
-    """Return the weights of steps by the rows of a process and of all processes."""
-    pairs = [*zip(lengths, sizes, strict=True)]
-    # Most steps have the same weight.
-    weights = {pair: StepWeight(*pair) for pair in {*pairs}}
-    return [*map(weights.__getitem__, pairs)]
+    Args:
+        count_items: Counts the items at positions; None if every position is one.
+        schedule: The steps from the state on.
+        start: The state.
+        steps: The numbers of steps in the epoch.
+    """
+    first = max(0, steps.start - start.steps)
+    stop = min(steps.stop - start.steps, len(schedule))
+    positions = [range(*schedule.bounds(step)) for step in range(first, stop)]
+    if count_items is None:
+        return sum(map(len, positions))
+    return sum(float(np.sum(count_items(start.epoch, here))) for here in positions)
 
 
 class RowsByStep(Sequence[list[int]]):

@@ -28,7 +28,7 @@ def prefetched(
     device: torch.device | None,
     data_devices: Sequence[torch.device],
     depth: int,
-    deliver: Callable[[SuperBatch], None],
+    deliver: Callable[[SuperBatch, Any], None],
 ) -> Iterator[Any]:
     """Yield the batches of an epoch, and prefetch the next ones on side streams.
 
@@ -37,7 +37,7 @@ def prefetched(
         device: The device to assemble batches on; None to yield super-batches.
         data_devices: The devices that hold the rows.
         depth: Number of steps to prefetch.
-        deliver: Called with each super-batch just before it is yielded.
+        deliver: Called with each super-batch, and with what is yielded for it, just before.
     """
     streams = SideStreams(data_devices if device is None else [device], data_devices)
     ready: deque[_Step] = deque()
@@ -61,9 +61,9 @@ def prefetched(
             if not ready:
                 break
             super_batch, batch, tensors, events = ready.popleft()
-            deliver(super_batch)
             streams.hand_over(events, tensors)
             del tensors
+            deliver(super_batch, batch)
             # Drop the reference, so that its memory can be reused while the consumer works.
             del super_batch
             yield batch

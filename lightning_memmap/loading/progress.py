@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from lightning_memmap._compat.progress import Delivery, FitPosition, TrainerProgress
 from lightning_memmap.loading.state import LoaderState
-from lightning_memmap.loading.step_weight import DeliveredSteps
+from lightning_memmap.loading.step_weight import CountInSteps, DeliveredSteps
 from lightning_memmap.loading.super_batch import SuperBatch
 
 #: Computes the state after a number of steps of an epoch that began in a state.
@@ -61,12 +61,17 @@ class LoaderProgress:
         loaded = self._loaded
         return loaded if loaded is not None and loaded.epoch == epoch else None
 
-    def begin(self, start: LoaderState) -> None:
-        """Begin an iteration in a state."""
+    def begin(self, start: LoaderState, count: CountInSteps) -> None:
+        """Begin an iteration in a state.
+
+        Args:
+            start: The state.
+            count: Counts the items of the loss in steps of the epoch.
+        """
         self._start = start
         self._delivered = start.steps, None
         self._loaded = None
-        self._weights.begin_epoch()
+        self._weights.begin_epoch(start.steps, count)
 
     def deliver(self, super_batch: SuperBatch) -> None:
         """Count one more step as delivered."""

@@ -1,5 +1,6 @@
 """Random numbers for each row of a batch, whichever device or process has it."""
 
+import copy
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -47,6 +48,10 @@ class RowRandom:
             times; None where each row comes once.
         device: The device that computes the numbers.
 
+    Raises:
+        TypeError: A row or a position isn't an integer.
+        ValueError: A row or a position is negative, or their numbers differ.
+
     Examples:
         >>> random, other = RowRandom([7, 3]), RowRandom([3])
         >>> shift = random.randint(2, low=-4, high=5)
@@ -64,10 +69,10 @@ class RowRandom:
         device: torch.device | str = "cpu",
     ) -> None:
         self.device = torch.device(device)
-        self._rows = np.asarray(rows, np.int64)
+        self._rows = _check_rows("rows", rows)
         self._positions = np.zeros_like(self._rows)
         if positions is not None:
-            self._positions = np.asarray(positions, np.int64)
+            self._positions = _check_rows("positions", positions)
         if self._rows.ndim != 1 or self._rows.shape != self._positions.shape:
             raise ValueError(
                 f"rows of shape {self._rows.shape}, positions of shape {self._positions.shape}:"
@@ -109,13 +114,15 @@ class RowRandom:
         self, device: torch.device | None = None, rows: slice = slice(None)
     ) -> "RowRandom":
         """Return the random numbers of these rows, or some of them, from the first call on."""
-        return RowRandom(
-            self._rows[rows],
-            seed=self._seed,
-            epoch=self._epoch,
-            positions=self._positions[rows],
-            device=self.device if device is None else device,
-        )
+        other = copy.copy(self)
+        other.device = self.device if device is None else device
+        other._rows = self._rows[rows]
+        other._positions = self._positions[rows]
+        other._num_calls = 0
+        other._group = None
+        # The cached counter of the rows.
+        vars(other).pop("_counter", None)
+        return other
 
     def uniform(self, *shape: int, low: float | Tensor = 0.0, high: float | Tensor = 1.0) -> Tensor:
         """Draw numbers that are uniformly distributed in ``[low, high)``.
@@ -265,8 +272,9 @@ class RowRandom:
             if self._group is None or self._group[0] != group:
                 self._group = group, self._blocks(1, self._key(2 * group + 1))
             return self._group[1][word]
-        blocks = self._blocks(-(-count // _BLOCK), self._key(2 * call))
-        words = blocks.view(_BLOCK, len(self), -1).permute(1, 2, 0).flatten(1)
+        num_blocks = -(-count // _BLOCK)
+        blocks = self._blocks(num_blocks, self._key(2 * call))
+        words = blocks.view(_BLOCK, len(self), num_blocks).permute(1, 2, 0).flatten(1)
         return words[:, :count].reshape(len(self), *shape)
 
     def _blocks(self, num: int, key: int) -> Tensor:
@@ -296,6 +304,20 @@ class RowRandom:
 def _derive_key(seed: int, epoch: int, stream: int) -> int:
     """Return the key of the generator for one call in an epoch."""
     return derive_seed(seed, epoch, stream)
+
+
+def _check_rows(name: str, rows: Any) -> NDArray[np.int64]:
+    """Return rows or positions as an array, int64 of shape (B,)."""
+    array = np.asarray(rows)
+    if not array.size:
+        array = array.astype(np.int64)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name}: pass integers, not {array.dtype}")
+    numbers = array.astype(np.int64, copy=False)
+    # Larger numbers than int64 has become negative.
+    if (is_wrong := numbers < 0).any():
+        raise ValueError(f"{name}: {array[is_wrong][0]}: pass numbers from 0 to 2**63 - 1")
+    return numbers
 
 
 def _check_shape(shape: tuple[int, ...]) -> None:

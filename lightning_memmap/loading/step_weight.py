@@ -1,79 +1,105 @@
-"""How much of a step's loss belongs to one process, for strategies that average gradients."""
+"""The weight of a batch in its step: the items that its loss is a mean over, of those of the step.
+
+Items are rows, unless a data module has a ``weight`` that counts others, such as tokens. Two
+processes share a step of 5 rows, and their loss is a mean over tokens::
+
+    rank    tokens of its rows    local    total
+    0       7 1 2                 10       15
+    1       4 1                   5        15
+
+The mean over the step has 10/15 of the loss of rank 0, and 5/15 of the loss of rank 1.
+"""
 
 from collections import deque
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_memmap.sampling.rows import Integers
 
 #: Weights that a loader keeps where no strategy takes them, as under Lightning's own.
 _MAX_PENDING = 64
+#: Counts the items of all processes in some steps of an epoch.
+CountInSteps: TypeAlias = Callable[[range], float]
 
 
 class StepWeight(NamedTuple):
-    """The weight of one process's mean loss in the mean over the whole step.
+    """The items of a process in a step, and of all processes.
 
     Args:
-        local: The number that the mean of this process is over, usually its rows.
-        total: The sum of ``local`` over all processes.
-        parts: The amount that each data device of this process adds to ``local``; empty if these
-            are its rows.
+        local: Items of this process. A tensor without dimensions if they were counted in a batch.
+        total: Items of all processes; None if they were counted in a batch, because no process
+            knows those of the others.
+        by_row: Items of each row of this process, of shape (B,); None if every row is an item.
     """
 
-    local: float
-    total: float
-    parts: tuple[float, ...] = ()
+    local: Any
+    total: float | None
+    by_row: NDArray[Any] | Tensor | None = None
 
-    def scale(self, num_processes: int) -> float:
-        """Return the factor of the loss that makes an average over processes the mean of a step."""
-        return self.local * num_processes / self.total if self.total else 0.0
+    def scale(self, factor: float, total: float | None = None) -> float:
+        """Return ``factor`` times the fraction of all items, or of ``total``, that is local.
+
+        If losses are multiplied by it, their average over ``factor`` processes is the mean over
+        items. It is 0 if there is no item.
+        """
+        total = self.total if total is None else total
+        assert total is not None, "the items were counted in a batch"
+        return self.local * factor / total if total else 0.0
 
 
-def weights_of_steps(
-    by_position: NDArray[Any],
-    bounds: NDArray[np.int64],
-    rank: int,
-    size: int,
-    accumulated: int = 1,
-    first: int = 0,
-    limit: int | None = None,
-    num_devices: int = 1,
-) -> list[StepWeight]:
-    """Weigh steps by what their positions weigh, such as numbers of tokens.
-
-    The mean of a step is then over all of its tokens, and the mean over micro-batches, which
-    Lightning divides by ``accumulated``, over the tokens of all of them, also if the last group of
-    the epoch is incomplete.
+def row_weights(lengths: list[int], sizes: list[int]) -> list[StepWeight]:
+    """Return the weights of steps whose items are rows.
 
     Args:
-        by_position: The weight of each position of the epoch, of shape (N,).
-        bounds: The first position of each step, and one past its last one, int64 (steps, 2).
-        rank: The process that serves the positions ``rank, rank + size, ...``.
-        size: Processes.
-        accumulated: Steps between two steps of the optimizer.
-        first: The number of the first of these steps in the epoch.
-        limit: Steps of the epoch that are used; None for all.
-        num_devices: Data devices of this process. Device ``d`` serves every ``num_devices``-th
-            position of the process, from its ``d``-th position on.
+        lengths: Rows of this process in each step.
+        sizes: Rows of all processes in each step.
     """
-    before = np.append(0.0, np.cumsum(by_position, dtype=np.float64))
-    totals = before[bounds[:, 1]] - before[bounds[:, 0]]
-    parts = np.empty((len(bounds), num_devices))
-    for device in range(num_devices):
-        device_weights = np.zeros(len(by_position))
-        served = slice(rank + size * device, None, size * num_devices)
-        device_weights[served] = by_position[served]
-        device_before = np.append(0.0, np.cumsum(device_weights))
-        parts[:, device] = device_before[bounds[:, 1]] - device_before[bounds[:, 0]]
-    if accumulated > 1 and len(totals):
-        number = first + np.arange(len(totals))
-        counted = totals if limit is None else np.where(number < limit, totals, 0)
-        group = number // accumulated
-        totals = np.bincount(group - group[0], counted)[group - group[0]] / accumulated
-    steps = zip(
-        parts.sum(axis=1).tolist(), totals.tolist(), map(tuple, parts.tolist()), strict=True
-    )
-    return [StepWeight(*step) for step in steps]
+    pairs = [*zip(lengths, sizes, strict=True)]
+    # Most steps have the same weight.
+    weights = {pair: StepWeight(*pair) for pair in {*pairs}}
+    return [*map(weights.__getitem__, pairs)]
+
+
+def item_weights(items: NDArray[Any], stops: Integers, first: int, size: int) -> list[StepWeight]:
+    """Return the weights of consecutive steps from the items at their positions.
+
+    Args:
+        items: Items at the positions of all steps, of shape (positions,).
+        stops: The number of positions up to the end of each step, int64 of shape (steps,).
+        first: The first of these positions that this process serves.
+        size: Processes: this one serves every ``size``-th position.
+    """
+    local_items = items[first::size]
+    local_stops = -(-(stops - first) // size)
+    by_row = np.split(local_items, local_stops[:-1])
+    sums = zip(_sums(local_items, local_stops), _sums(items, stops), by_row, strict=True)
+    return [StepWeight(*step) for step in sums]
+
+
+def _sums(values: NDArray[Any], stops: Integers) -> list[float]:
+    before = np.append(0.0, np.cumsum(values, dtype=np.float64))
+    sums: list[float] = np.diff(before[stops], prepend=0.0).tolist()
+    return sums
+
+
+class DeliveredStep(NamedTuple):
+    """A batch that a loader has delivered.
+
+    Args:
+        number: The number of the step in its epoch.
+        num_rows: Rows of the batch.
+        weight: Its weight.
+        is_ambiguous: Whether a batch with another weight could be meant.
+    """
+
+    number: int
+    num_rows: int
+    weight: StepWeight
+    is_ambiguous: bool
 
 
 class DeliveredSteps:
@@ -85,26 +111,47 @@ class DeliveredSteps:
         # The rows of each batch, and the weight of its loss.
         self._pending: deque[tuple[int, StepWeight]] = deque(maxlen=_MAX_PENDING)
         self._discarded: list[tuple[int, StepWeight]] = []
+        self._next = 0
+        self._count: CountInSteps | None = None
         #: Notes the rows and the weight of a batch as delivered.
         self.add = self._pending.append
 
-    def begin_epoch(self) -> None:
-        """Discard what an earlier epoch delivered in excess."""
+    def begin_epoch(self, first: int, count: CountInSteps) -> None:
+        """Discard what an earlier epoch delivered in excess.
+
+        Args:
+            first: The number of the first step in the epoch.
+            count: Counts the items in steps of the epoch.
+        """
         self._discarded = [*self._pending]
         self._pending.clear()
+        self._next = first
+        self._count = count
 
-    def take(self) -> tuple[int, StepWeight, bool] | None:
+    def take(self) -> DeliveredStep | None:
         """Return the earliest batch, which the Trainer trains on next, and forget it.
 
         Returns:
-            Its rows, its weight, and whether another batch with another weight could be meant. None
-            if nothing was delivered since the last call.
+            The batch, or None if nothing was delivered since the last call.
         """
         if not self._pending:
             return None
         num_rows, weight = self._pending.popleft()
+        number = self._next
+        self._next += 1
         candidates = (*self._discarded, *self._pending)
         self._discarded.clear()
-        scale = weight.scale(1) if candidates else 1.0
-        is_ambiguous = any(other.scale(1) != scale for _, other in candidates)
-        return num_rows, weight, is_ambiguous
+        is_ambiguous = any(_differ(weight, other) for _, other in candidates)
+        return DeliveredStep(number, num_rows, weight, is_ambiguous)
+
+    def num_items(self, steps: range) -> float:
+        """Count the items of all processes in steps of the current epoch, without those skipped."""
+        assert self._count is not None, "no epoch has begun"
+        return self._count(steps)
+
+
+def _differ(weight: StepWeight, other: StepWeight) -> bool:
+    """Return whether two weights may differ."""
+    if weight.total is None or other.total is None:
+        return True
+    return weight.scale(1) != other.scale(1)

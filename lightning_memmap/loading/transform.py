@@ -2,19 +2,17 @@
 
 import copy
 import inspect
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from reprlib import repr as short_repr
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from lightning_memmap.errors import is_argument_mismatch, with_article
 from lightning_memmap.loading.device_streams import current
 from lightning_memmap.loading.row_random import RowRandom
+from lightning_memmap.loading.seeding import seeded_everywhere
 
 BatchTransform = Callable[..., Any]
 
@@ -83,7 +81,7 @@ class DeviceTransform:
             if self._takes_generator:
                 keywords["generator"] = torch.Generator(self._device).manual_seed(seed)
                 return self._transformed(batch, **keywords)
-            with _seeded(self._device, seed):
+            with seeded_everywhere(self._device, seed):
                 return self._transformed(batch, **keywords)
 
     def _transformed(self, batch: Any, **keywords: Any) -> Any:
@@ -110,23 +108,3 @@ def has_parameter(transform: BatchTransform, name: str) -> bool:
         return name in inspect.signature(function).parameters
     except ValueError:  # Some builtins have no signature.
         return False
-
-
-@contextmanager
-def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    # torch can save and restore the generator of an accelerator too.
-    module: Any = getattr(torch, device.type, None)
-    devices = [device] if hasattr(module, "get_rng_state") else []
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cpu"):
-        torch.default_generator.manual_seed(seed)
-        if devices:
-            module.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)

@@ -23,6 +23,7 @@ Modules, from the bottom up:
     factory       how an order is made from the user's options
     weighted, bucketed, mixture, curriculum, packed
                   further orders, each with the option that makes it
+    items         what a loss is a mean over, at each position
     packing       how documents are packed into sequences
     selection     which rows of which store each split uses
     schedule      how an epoch is divided into steps and into blocks

@@ -79,9 +79,6 @@ class Packed(ReprAsCall, SamplerFactory):
             batches have room for a quarter more than the most that a pack of the first epoch has.
         split: Concatenate the rows of a shard in a random order, and cut them at multiples of
             ``length``, as for pre-training. Only a shard's last packs need padding.
-        weight: The name of a field with the number of targets of each row, by which the losses of
-            processes and micro-batches are weighted: such as the labels that are not -100. By
-            default all tokens of a document but the first are targets.
         shares: The share of each training set by its name in ``train_dataset``, as for `Mixture`.
             An epoch then has as many tokens as all sets together, and the rows of a set are read
             again and again, in each shard equally often within 1. If a set has only a few rows in
@@ -98,7 +95,6 @@ class Packed(ReprAsCall, SamplerFactory):
     overflow: str = "error"
     max_documents: int | None = None
     split: bool = False
-    weight: str | None = None
     shares: dict[str, float] | None = None
     shares_of: str = "tokens"
 
@@ -111,8 +107,6 @@ class Packed(ReprAsCall, SamplerFactory):
             raise ValueError(f"Packed: shares_of={self.shares_of!r}: choose tokens or documents")
         if not isinstance(self.field, str):
             raise TypeError(f"Packed: field={self.field!r}: pass the name of a field")
-        if not isinstance(self.weight, str | None):
-            raise TypeError(f"Packed: weight={self.weight!r}: pass the name of a field, or omit it")
         if isinstance(self.length, Mapping):
             self.length = {
                 name: check_integer(f"Packed: length[{name!r}]", value, 1)
@@ -143,7 +137,6 @@ class Packed(ReprAsCall, SamplerFactory):
     def _check_cut(self, option: str) -> None:
         """Check that the other arguments suit rows that an option cuts."""
         for is_set, reason in (
-            (self.weight is not None, f"weight={self.weight!r}: the targets of pieces are unknown"),
             (len(self.limits) > 1, f"lengths of {', '.join(self.limits)}: they can't be cut alike"),
             (
                 self.shares is not None and self.overflow != "truncate",
@@ -180,9 +173,6 @@ class Packed(ReprAsCall, SamplerFactory):
         if sets is not None:
             assert isinstance(pool.rows, JoinedRows)
             documents = self._draw(documents, sets, pool.rows.stores)
-        if self.weight is not None:
-            weights = fields.values(self.weight, pool.dataset_rows(pool.index()))
-            documents = replace(documents, weights=self._checked_weights(weights, pool))
         return _plan(pool, seed, self._options, documents)
 
     def _sets(self, pool: Pool) -> Integers:
@@ -225,18 +215,6 @@ class Packed(ReprAsCall, SamplerFactory):
                 " set a smaller num_shards"
             )
         return replace(documents, set_counts=counts, drawn=drawn)
-
-    def _checked_weights(self, weights: NDArray[Any], pool: Pool) -> NDArray[Any]:
-        """Check the targets of rows, by their index in the pool."""
-        is_number = weights.dtype.kind in "iuf"
-        if not is_number or not (np.isfinite(weights) & (weights >= 0)).all():
-            wrong = 0 if not is_number else int(np.argmin(np.isfinite(weights) & (weights >= 0)))
-            row = int(pool.dataset_rows(np.array([wrong]))[0])
-            raise ValueError(
-                f"Packed: weight={self.weight!r}: row {row} has {weights[wrong]!r}: numbers of"
-                " targets must be finite and not negative"
-            )
-        return weights
 
     def make_fixed(
         self, split: str, pool: Pool, fields: Fields, block: int | None = None
@@ -408,7 +386,6 @@ class Documents:
         rows: The index in the pool of each document's row, or None if each row is a document.
         starts: The first item of each document in its row, or None for 0.
         streams: A number below C for each shard, by which its random bits are chosen.
-        weights: The targets of each document; None for all tokens but the first.
         set_counts: Documents of each shard and training set, int64 of shape (C, sets), or None.
         drawn: Documents of each shard and training set in an epoch, or None.
     """
@@ -418,7 +395,6 @@ class Documents:
     rows: NDArray[Any] | None
     starts: NDArray[Any] | None
     streams: Integers
-    weights: NDArray[Any] | None = None
     set_counts: Integers | None = None
     drawn: Integers | None = None
 
@@ -472,7 +448,6 @@ class Documents:
             rows,
             None if self.starts is None else self.starts[here],
             self.streams[shards],
-            None if self.weights is None else self.weights[here],
             None if self.set_counts is None else self.set_counts[shards],
             None if self.drawn is None else self.drawn[shards],
         )
@@ -687,22 +662,24 @@ class PackedSampler(Sampler):
             f" has {largest} documents: increase max_documents, or decrease length"
         )
 
-    def num_targets(self, epoch: int) -> NDArray[Any]:
-        """Count the targets of each position of an epoch, of shape (num_positions,)."""
-        packs = self.packs(epoch)
-        weights = self.documents.weights
-        if weights is not None:
-            targets = weights[packs.documents]
-        else:
-            lengths = packs.piece_lengths
-            if lengths is None:
-                lengths = self.documents.lengths.array[packs.documents, 0]
-            targets = np.maximum(0, lengths - 1)
-        before = np.append(0, np.cumsum(targets))
-        by_pack = before[packs.starts[1:]] - before[packs.starts[:-1]]
-        rounds, shards = np.divmod(np.arange(self.num_positions), self.num_shards)
-        by_position: NDArray[Any] = by_pack[starts_of(self.counts)[shards] + rounds]
-        return by_position
+    def num_targets(self, epoch: int, positions: range) -> NDArray[Any]:
+        """Count the tokens of each pack that predict the next one of their document.
+
+        Args:
+            epoch: Epoch, counted from 0.
+            positions: Positions in ``[0, num_positions)``.
+
+        Returns:
+            Integers of shape (len(positions),).
+        """
+        pieces = self.pieces(epoch, np.asarray(positions, np.int64))
+        return totals(np.maximum(0, pieces.lengths[:, 0].astype(np.int64) - 1), pieces.counts)
+
+    @override
+    def sums_at(self, values: NDArray[Any], epoch: int, positions: range) -> NDArray[Any]:
+        pieces = self.pieces(epoch, np.asarray(positions, np.int64))
+        packs = np.repeat(np.arange(len(positions)), pieces.counts)
+        return np.bincount(packs, values[pieces.pool_index], len(positions))
 
     @property
     def unused(self) -> float:

@@ -26,6 +26,7 @@ from functools import cached_property, wraps
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import Self, override
 
 from lightning_memmap.errors import check_integer
@@ -229,6 +230,20 @@ class Sampler(ABC):
     def num_rows_at(self, epoch: int, positions: Integers) -> Integers:
         """Count the rows of each position, int64 of the shape of ``positions``: 1 unless packed."""
         return np.ones_like(positions)
+
+    def sums_at(self, values: NDArray[Any], epoch: int, positions: range) -> NDArray[Any]:
+        """Add up a value of the rows at each position; only a pack has several rows.
+
+        Args:
+            values: The value of each row of the pool, of shape (pool.num_rows,).
+            epoch: Epoch, counted from 0.
+            positions: As for `index`.
+
+        Returns:
+            Sums of shape (len(positions),).
+        """
+        sums: NDArray[Any] = values[self.index(epoch, positions)]
+        return sums
 
     def row_numbers(self, epoch: int, positions: range) -> Integers:
         """Return the dataset rows that batches have as row numbers, one or more per position.

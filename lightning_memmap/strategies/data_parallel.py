@@ -1,6 +1,7 @@
 """``memmap_dp``: a replica of the model on every data device, in one process."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -130,9 +131,8 @@ class DataParallelStrategy(OneProcess):
             part = self.precision_plugin.convert_input(part)
             part = run_transfer_hook(self.module, part, dataloader_idx)
             batches.append(super().batch_to_device(part, part_device, dataloader_idx))
-        weights = batch.weight.parts
         return ReplicaBatches.of_devices(
-            batches, batch.num_rows, batch.first, self.root_device, weights
+            batches, batch.num_rows, batch.first, self.root_device, batch.weight.by_row
         )
 
     def _step(
@@ -146,7 +146,10 @@ class DataParallelStrategy(OneProcess):
         replicas.follow_module(with_values=name == "training_step" or name != self._last_step)
         self._last_step = name
         before = self._scheduler_steps()
-        outputs = replicas.run(name, batch.batches, *args, **kwargs)
+        contexts: list[AbstractContextManager[None]] = [nullcontext() for _ in self.data_devices]
+        if name == "training_step":
+            contexts = [self.seeded_replica(*pair) for pair in enumerate(self.data_devices)]
+        outputs = replicas.run(name, batch.batches, contexts, *args, **kwargs)
         for scheduler, _ in self._scheduler_steps() - before:
             raise RuntimeError(
                 f"a step of the module steps the {type(scheduler).__name__}, and under memmap_dp"

@@ -10,6 +10,7 @@ from lightning_memmap._compat.launchers import move_outputs
 from lightning_memmap._compat.modules import unless_none
 from lightning_memmap.errors import MemberError, check_integer
 from lightning_memmap.strategies.common.one_process import OneNode
+from lightning_memmap.strategies.common.weighted_loss import WeightedLoss
 from lightning_memmap.strategies.members.processes import (
     MEMBER_VARIABLE,
     MemberLauncher,
@@ -18,7 +19,7 @@ from lightning_memmap.strategies.members.processes import (
 from lightning_memmap.strategies.members.results import MemberResults, folder_of
 
 
-class IndependentStrategy(OneNode):
+class IndependentStrategy(WeightedLoss, OneNode):
     """Trains members that exchange nothing: the folds of a k-fold, an ensemble, a model per site.
 
     The program runs once for each member, in its own process on its own device. Each member has
@@ -83,7 +84,7 @@ class IndependentStrategy(OneNode):
     num_processes = num_members
 
     @property
-    def processes_per_device(self) -> int:
+    def processes_per_device(self) -> int:  # type: ignore[override]
         """The number of members that hold their data on this member's device."""
         num_devices = max(1, len(self.parallel_devices))
         return len(range(self.member % num_devices, self.num_members, num_devices))

@@ -140,6 +140,12 @@ class PipelineStrategy(SplitModule, DDPStrategy):
         self._mesh = _mesh(dist.group.WORLD, self.root_device.type, self.sizes)
 
     @property
+    @override
+    def random_rank(self) -> int:
+        """The global rank: each process of a pipeline runs other layers."""
+        return self.global_rank
+
+    @property
     def num_parts(self) -> int:
         """Micro-batches of a batch."""
         return self._num_microbatches or 2 * self.sizes[1]
@@ -278,7 +284,9 @@ class PipelineStrategy(SplitModule, DDPStrategy):
         # Equal on every pipeline, even if a parameter has a gradient on some of them only.
         trained = dict.fromkeys(p for p in local if p.requires_grad)
         with separate_gradients(local) as grads:
-            mean = self._pipeline.train(output.args, output.num_rows, batch, self._micro_loss)
+            mean = self._pipeline.train(
+                output.args, output.num_rows, batch, self._micro_loss, self.items_by_row
+            )
 
         def note_backward() -> None:
             self._local_grads.update(trained)

@@ -27,7 +27,7 @@ NAMES = {
         build_store finish_store open_store pull_store push_store verify_store
     """,
     "lightning_memmap.callbacks": """
-        PredictionTable RowResults
+        PredictionTable RowResults StepSeeder
     """,
     "lightning_memmap.compare": """
         compare
@@ -67,7 +67,7 @@ SIGNATURES = {
         shuffle_block=None, sampler=None, variable=None, nullable=None,
         layout=None, decode=None, windows=None, with_row_numbers=False,
         skip_steps=None, build='first', prefetch=None, eval_batch_size=None,
-        datamodule=None
+        weight=None, datamodule=None
     """,
     SuperBatchStrategy: """
         data_devices=None, **kwargs

@@ -192,6 +192,9 @@ class TestArguments:
             (lambda random: random.permutation(-1), "shape"),
             (lambda random: RowRandom([[1]]), "rows"),
             (lambda random: RowRandom([1], positions=[1, 2]), "positions"),
+            (lambda random: RowRandom([3, -1]), "rows: -1"),
+            (lambda random: RowRandom(np.array([2**63], np.uint64)), "rows: 9223372036854775808"),
+            (lambda random: RowRandom([1], positions=[-2]), "positions: -2"),
             (lambda random: RowRandom([1], seed=-1), "seed=-1"),
             (lambda random: RowRandom([1], epoch=-1), "epoch=-1"),
         ],
@@ -199,6 +202,26 @@ class TestArguments:
     def test_invalid_argument_raises(self, call: Callable[[RowRandom], Any], words: str) -> None:
         with pytest.raises(ValueError, match=words):
             call(RowRandom([1, 2]))
+
+    @pytest.mark.parametrize("rows", [[0.5], ["a"], [True]])
+    def test_rows_that_are_no_integers_raise(self, rows: Any) -> None:
+        with pytest.raises(TypeError, match="rows"):
+            RowRandom(rows)
+
+    def test_zero_rows_have_no_numbers(self) -> None:
+        random = RowRandom([])
+        shapes = [
+            random.uniform(),
+            random.uniform(3),
+            random.normal(3, 2),
+            random.randint(2, high=5),
+            random.bernoulli(1),
+            random.permutation(4),
+        ]
+        assert [tuple(numbers.shape) for numbers in shapes] == [
+            (0,), (0, 3), (0, 3, 2), (0, 2), (0, 1), (0, 4)
+        ]  # fmt: skip
+        assert [*random.generators()] == []
 
 
 #: Rows, epochs and so on over which numbers must be independent, as sequences of (B, N) numbers.

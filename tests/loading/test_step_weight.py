@@ -1,5 +1,7 @@
 """The weight of a step is that of the batch which the Trainer trains on, or an error."""
 
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.step_weight import StepWeight
 from lightning_memmap.store import Store
-from lightning_memmap.strategies.common.weighted_loss import WeightedLoss
+from lightning_memmap.strategies import SuperBatchStrategy
 from tests.support.rows import assembled, make_loader
 
 NumberedStore = Callable[..., Store]
@@ -21,23 +23,26 @@ def uneven_loader(store: NumberedStore, prefetch: int = 0) -> SuperBatchLoader:
     return assembled(make_loader(store(37, 4), batch_size=8, size=2), prefetch=prefetch)
 
 
-def strategy_of(*loaders: SuperBatchLoader) -> Any:
-    """What a strategy of two processes has to know of its loaders."""
-    return SimpleNamespace(
-        distributed_sampler_kwargs={"rank": 0, "num_replicas": 2},
-        _delivered=[loader.delivered for loader in loaders],
-        _loss_scale=1.0,
-    )
+def strategy_of(*loaders: SuperBatchLoader, accumulated: int = 1, **trainer: Any) -> Any:
+    """A strategy that trains from loaders as the first of two processes."""
+    strategy: Any = SuperBatchStrategy()
+    strategy.distributed_sampler_kwargs = {"rank": 0, "num_replicas": 2}
+    strategy._delivered = [loader.delivered for loader in loaders]
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_idx=0))
+    options = {"accumulate_grad_batches": accumulated, "num_training_batches": math.inf, **trainer}
+    strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(fit_loop=loop, **options))
+    return strategy
 
 
 def scales(strategy: Any, batches: Iterator[Any]) -> list[float]:
-    """The factor of the loss of each batch."""
-    found = []
-    for batch in batches:
+    """The factor of the loss of each batch of an epoch."""
+    factors = []
+    for index, batch in enumerate(batches):
+        strategy.module.trainer.fit_loop.epoch_loop.batch_idx = index
         strategy._loss_scale = 1.0
-        WeightedLoss._update_loss_scale(strategy, batch)
-        found.append(strategy._loss_scale)
-    return found
+        strategy._update_loss_scale(batch)
+        factors.append(strategy._loss_scale)
+    return factors
 
 
 def read_ahead(batches: Any, num_batches: int) -> Iterator[Any]:
@@ -104,6 +109,37 @@ def test_different_scales_in_one_step_raise(numbered_store: NumberedStore) -> No
     pairs = ({"a": a, "b": b} for a, b in zip(uneven, even, strict=True))
     with pytest.raises(ValueError, match="drop_last=True"):
         scales(strategy_of(uneven, even), pairs)
+
+
+@pytest.mark.parametrize(
+    ("accumulated", "limit", "expected"),
+    [
+        # 16, 16 and 5 rows, of which 8, 8 and 3 are here: the mean of a group is over its rows.
+        (2, math.inf, [1, 1, 3 * 2 * 2 / 5]),
+        (3, math.inf, [8 * 2 * 3 / 37, 8 * 2 * 3 / 37, 3 * 2 * 3 / 37]),
+        (2, 1, [2]),
+        (4, 2, [2, 2]),
+    ],
+)
+def test_micro_batches_are_weighted_by_the_rows_of_their_group(
+    numbered_store: NumberedStore, accumulated: int, limit: float, expected: list[float]
+) -> None:
+    loader = uneven_loader(numbered_store)
+    strategy = strategy_of(loader, accumulated=accumulated, num_training_batches=limit)
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        batches = itertools.islice(loader, len(expected))
+        assert scales(strategy, batches) == pytest.approx(expected)
+
+
+def test_loader_whose_epoch_is_not_the_trainers_is_weighted_step_by_step(
+    numbered_store: NumberedStore,
+) -> None:
+    loader = uneven_loader(numbered_store)
+    batches = itertools.chain(loader, loader)
+    factors = scales(strategy_of(loader, accumulated=4), batches)
+    # The first group has the three steps of the first epoch, and one that it can't foresee.
+    assert factors[3:] == pytest.approx([1, 1, 6 / 5])
 
 
 def test_loaders_that_nobody_asks_keep_few_weights(numbered_store: NumberedStore) -> None:

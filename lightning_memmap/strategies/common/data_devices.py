@@ -20,12 +20,14 @@ from lightning_memmap.placement.topology import (
 )
 from lightning_memmap.schema.fields import RowList
 from lightning_memmap.schema.structure import Masked
-from lightning_memmap.strategies.common.checked import CheckedStrategy
+from lightning_memmap.strategies.common.seeded_steps import SeededSteps
 
 
-class SuperBatchMixin(CheckedStrategy):
+class SuperBatchMixin(SeededSteps):
     """A strategy whose super-batches are assembled on the root device before its steps."""
 
+    #: Processes of the run that hold data on a device of this process.
+    processes_per_device = 1
     _has_transfer_hooks = True
 
     @property
@@ -49,7 +51,12 @@ class SuperBatchMixin(CheckedStrategy):
             size,
             assemble_on=self.root_device,
             num_local_processes=count_local_processes(self),
+            processes_per_device=self.processes_per_device,
         )
+
+    def sum_over_processes(self, number: Tensor) -> Tensor:
+        """Add up a number in place over the data-parallel processes. All ranks must call it."""
+        return number
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

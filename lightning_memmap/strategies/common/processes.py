@@ -24,6 +24,8 @@ class SeveralProcesses(SuperBatchMixin, ParallelStrategy):
     # Runs of all strategies of this program, which every process counts alike.
     _num_runs: ClassVar[int] = 0
     _may_repeat_rows = False
+    #: The data-parallel processes, which have the same buffers; None for all.
+    copies: dist.ProcessGroup | None = None
 
     # The Trainer calls it once everything else is set.
     @override
@@ -83,6 +85,12 @@ class SeveralProcesses(SuperBatchMixin, ParallelStrategy):
             digest = torch.stack([batch_digest(batch), torch.tensor(rank)]).to(self.root_device)
             digests, ranks = self.all_gather(digest).cpu().view(-1, 2).unbind(1)
             warn_if_equal(digests, ranks)
+
+    @override
+    def sum_over_processes(self, number: Tensor) -> Tensor:
+        # Lightning's `reduce` waits at a barrier first.
+        dist.all_reduce(number, group=self.copies)
+        return number
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:

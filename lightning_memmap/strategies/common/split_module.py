@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch import callbacks as lightning_callbacks
 from torch import Tensor, nn
@@ -24,8 +23,6 @@ _ALTERNATIVES = "train with memmap_superbatch_ddp, memmap_superbatch or ddp"
 class SplitModule(WeightedLoss, SeveralProcesses):
     """A strategy that splits the module: it raises for features that need the whole of it."""
 
-    #: The processes with the same buffers as this one; None for all.
-    copies: dist.ProcessGroup | None = None
     unsupported_callbacks: ClassVar[tuple[type[Callback], ...]] = (
         lightning_callbacks.StochasticWeightAveraging,
         lightning_callbacks.ModelPruning,

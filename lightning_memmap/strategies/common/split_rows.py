@@ -68,3 +68,33 @@ def even_ranges(num_items: int, num_parts: int) -> list[range]:
     """Divide ``range(num_items)`` into consecutive ranges whose sizes differ by at most one."""
     bounds = [num_items * index // num_parts for index in range(num_parts + 1)]
     return [range(start, stop) for start, stop in pairwise(bounds)]
+
+
+def items_of_ranges(by_row: Any, row_ranges: Sequence[range]) -> list[Any]:
+    """Add up the items of the rows in each range.
+
+    Args:
+        by_row: The items of each row, an array or tensor of shape (B,).
+        row_ranges: Rows.
+
+    Returns:
+        A number for each range, or a tensor without dimensions.
+    """
+    return [by_row[rows.start : rows.stop : rows.step].sum() for rows in row_ranges]
+
+
+def fractions_of(weights: Sequence[Any]) -> list[Any]:
+    """Divide weights, numbers or tensors without dimensions, by their sum; 0 stays 0."""
+    total = sum(weights)
+    divisor = positive_total(total) if isinstance(total, Tensor) else total or 1
+    return [weight / divisor for weight in weights]
+
+
+def positive_total(total: Tensor) -> Tensor:
+    """Return a total to divide by: 1 instead of 0."""
+    return total.where(total > 0, torch.ones_like(total))
+
+
+def scale_loss(loss: Tensor, scale: Any) -> Tensor:
+    """Multiply a loss by a number, or by a tensor without dimensions, in the dtype of the loss."""
+    return loss * (scale.to(loss) if isinstance(scale, Tensor) else scale)

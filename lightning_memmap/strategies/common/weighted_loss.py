@@ -1,64 +1,76 @@
-"""The loss of an uneven step is weighted here: by the rows that each process has of the step.
+"""Weights losses so that an optimizer step is one on the mean over all rows, or other items.
 
 Two processes share a step of 5 rows. Rank 0 computes the mean loss of 3 rows, rank 1 of 2 rows, and
 gradients are averaged over processes. With the factors 3 * 2 / 5 and 2 * 2 / 5, the average is
 
     (loss_0 * 6 / 5 + loss_1 * 4 / 5) / 2  =  (3 * loss_0 + 2 * loss_1) / 5,
 
-the mean over all 5 rows. Only the last steps of an epoch can be uneven; otherwise the factor is 1.
+the mean over all 5 rows. The same holds for the micro-batches that are accumulated for a step: an
+epoch of 5 batches of 4 rows with `accumulate_grad_batches=2` ends with a group of one batch, whose
+loss Lightning divides by 2. Its factor is 4 * 2 / 4.
 
-Packs are weighted by their targets instead of rows, in every step. The factor then also makes the
-mean over micro-batches that are accumulated the mean over all of their targets, which a single
-process needs too.
+The items of a loss need not be rows: see `step_weight`. If they are known only once they are
+counted in a batch, those of all processes are added up in each step; and gradients, which were
+accumulated before the number in all micro-batches was known, are scaled before the optimizer uses
+them.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_memmap._compat.progress import accumulation_group
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.nested import named_leaves
-from lightning_memmap.loading.step_weight import DeliveredSteps
+from lightning_memmap.loading.step_weight import DeliveredStep, DeliveredSteps, StepWeight
 from lightning_memmap.placement.topology import find_data_parallel_rank
 from lightning_memmap.schema.fields import RowList
 from lightning_memmap.strategies.common.data_devices import SuperBatchMixin
+from lightning_memmap.strategies.common.split_rows import positive_total, scale_loss
 
 
 class WeightedLoss(SuperBatchMixin):
     """A strategy that scales the loss of each step before its gradients are averaged."""
 
-    _loss_scale = 1.0
+    #: The items of each row of the batch of the step, of shape (B,); None if every row is one.
+    items_by_row: Any = None
+    _loss_scale: float | Tensor = 1.0
+    _accumulation: "_Accumulation | None" = None
     _fetches_batches = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # The deliveries of loaders that data modules have made for this fit.
-        self._announced: WeakSet[DeliveredSteps] = WeakSet()
-        # The deliveries of loaders that the Trainer trains from.
-        self._delivered: WeakSet[DeliveredSteps] = WeakSet()
+        self._announced: WeakKeyDictionary[DeliveredSteps, None] = WeakKeyDictionary()
+        # The deliveries of loaders that the Trainer trains from, in the same order on all ranks.
+        self._delivered: WeakKeyDictionary[DeliveredSteps, None] = WeakKeyDictionary()
 
     @override
     def connect(self, model: LightningModule) -> None:
         self._announced.clear()
         self._delivered.clear()
+        self._accumulation = None
         super().connect(model)
 
     def add_training_loader(self, loader: SuperBatchLoader) -> None:
         """Announce a training loader, which may reach the Trainer wrapped in another object."""
-        self._announced.add(loader.delivered)
+        self._announced[loader.delivered] = None
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         loader = super().process_dataloader(dataloader)
         if self.module.trainer.training:
             if isinstance(loader, SuperBatchLoader):
-                self._delivered.add(loader.delivered)
+                self._delivered[loader.delivered] = None
             else:
-                self._delivered |= self._announced
+                self._delivered.update(self._announced)
         return loader
 
     @override
@@ -80,9 +92,20 @@ class WeightedLoss(SuperBatchMixin):
     ) -> Tensor:
         if self._fetches_batches:
             self._update_loss_scale(None)
-        if self._loss_scale != 1:
-            closure_loss = closure_loss * self._loss_scale
+        if isinstance(self._loss_scale, Tensor) or self._loss_scale != 1:
+            closure_loss = scale_loss(closure_loss, self._loss_scale)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        def closure_and_scaling() -> Any:
+            output = closure()
+            self._scale_gradients(optimizer)
+            return output
+
+        return super().optimizer_step(optimizer, closure_and_scaling, model, **kwargs)
 
     def _update_loss_scale(self, batch: Any) -> None:
         """Ask the training loaders for the weight of the batch they delivered since the last call.
@@ -90,30 +113,97 @@ class WeightedLoss(SuperBatchMixin):
         Args:
             batch: The batch of the step; None if it is unknown.
         """
-        _, num_processes = find_data_parallel_rank(self)
-        scales = set()
+        self.items_by_row = None
+        steps = []
         for delivered in self._delivered:
-            taken = delivered.take()
-            if taken is None:
+            if (step := delivered.take()) is None:
                 continue
-            num_rows, weight, is_ambiguous = taken
-            if is_ambiguous and _num_rows(batch) != num_rows:
+            if step.is_ambiguous and _num_rows(batch) != step.num_rows:
                 raise ValueError(
                     "train_dataloader: between the MemmapDataModule and the Trainer something"
                     " fetches batches ahead, reorders or drops them, so the weight of this uneven"
-                    f" step is unknown (its loader delivered {num_rows} rows next). Return the"
+                    f" step is unknown (its loader delivered {step.num_rows} rows next). Return the"
                     " loader of the data module itself, or pass drop_last=True"
                 )
-            scales.add(weight.scale(num_processes))
+            steps.append((delivered, step))
+        if len(steps) == 1:
+            ((delivered, step),) = steps
+            self.items_by_row = step.weight.by_row
+            self._loss_scale = self._scale_in_group(delivered, step)
+        elif steps:
+            self._loss_scale = self._common_scale([step.weight for _, step in steps])
+
+    def _scale_in_group(self, delivered: DeliveredSteps, step: DeliveredStep) -> float | Tensor:
+        """Return the factor of a loss that makes the mean of its group one over items."""
+        trainer: Any = self.module.trainer
+        weight = step.weight
+        # Lightning divides by it, and averages over processes.
+        num_batches = trainer.accumulate_grad_batches
+        if num_batches == 1:
+            return self._scale_in_step(weight)
+        batch, group = accumulation_group(trainer)
+        if step.number != batch:
+            # The loader's epoch isn't the Trainer's, so the rest of the group is unknown.
+            return self._scale_in_step(weight)
+        num_processes = find_data_parallel_rank(self)[1]
+        if batch == group.start or self._accumulation is None:
+            known = None if weight.total is None else delivered.num_items(group)
+            self._accumulation = _Accumulation(num_batches, known)
+        if self._accumulation.total is not None:
+            return weight.scale(num_processes * num_batches, self._accumulation.total)
+        self._accumulation.counted.append(self.sum_over_processes(weight.local.clone()))
+        return weight.local * num_processes / positive_total(self._accumulation.counted[0])
+
+    def _scale_in_step(self, weight: StepWeight) -> float | Tensor:
+        """Return the factor of a loss that makes the mean of its step one over items."""
+        num_processes = find_data_parallel_rank(self)[1]
+        if weight.total is not None:
+            return weight.scale(num_processes)
+        if num_processes == 1:
+            return 1.0
+        total = self.sum_over_processes(weight.local.clone())
+        return weight.local * num_processes / positive_total(total)
+
+    def _common_scale(self, weights: list[StepWeight]) -> float:
+        """Return the factor of the loss of a step with batches of several loaders."""
+        scales = {float(self._scale_in_step(weight)) for weight in weights}
         if len(scales) > 1:
+            _, num_processes = find_data_parallel_rank(self)
             raise ValueError(
                 "this step combines batches of several loaders that need different loss weights"
-                f" ({', '.join(f'{scale:.4g}' for scale in sorted(scales))}), because their rows"
+                f" ({', '.join(f'{scale:.4g}' for scale in sorted(scales))}), because their items"
                 f" divide unevenly over {num_processes} processes. Pass drop_last=True to each"
-                " MemmapDataModule"
+                " MemmapDataModule, and omit weight="
             )
-        if scales:
-            self._loss_scale = scales.pop()
+        return scales.pop()
+
+    def _scale_gradients(self, optimizer: Optimizer) -> None:
+        """Scale accumulated gradients, once the items of all micro-batches are counted."""
+        group = self._accumulation
+        self._accumulation = None
+        if group is None or group.total is not None:
+            return
+        total = torch.stack(group.counted).sum()
+        factor = float(positive_total(group.counted[0]) * group.num_batches / positive_total(total))
+        parameters = (p for params in optimizer.param_groups for p in params["params"])
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+
+@dataclass
+class _Accumulation:
+    """The micro-batches of an optimizer step.
+
+    Args:
+        num_batches: The number of them that Lightning divides losses by.
+        total: The items of all micro-batches and processes; None if they are counted in batches.
+        counted: The items of all processes in each micro-batch so far, if they are.
+    """
+
+    num_batches: int
+    total: float | None
+    counted: list[Tensor] = field(default_factory=list)
 
 
 def _num_rows(batch: Any) -> int | None:

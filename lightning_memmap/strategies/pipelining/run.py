@@ -9,7 +9,13 @@ import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_memmap.strategies.common.split_rows import even_ranges, split_rows
+from lightning_memmap.strategies.common.split_rows import (
+    even_ranges,
+    fractions_of,
+    items_of_ranges,
+    scale_loss,
+    split_rows,
+)
 from lightning_memmap.strategies.pipelining.exchange import broadcast_nested
 
 #: By name, the classes of schedules of ``torch.distributed.pipelining``.
@@ -79,7 +85,12 @@ class StagePipeline:
         self._last = dist.get_global_rank(self.group, dist.get_world_size(self.group) - 1)
 
     def train(
-        self, args: Sequence[Tensor], num_rows: int, batch: Any, loss: Callable[[Any, Any], Tensor]
+        self,
+        args: Sequence[Tensor],
+        num_rows: int,
+        batch: Any,
+        loss: Callable[[Any, Any], Tensor],
+        items_by_row: Any = None,
     ) -> Tensor:
         """Run the forward and backward pass of a batch, and return its loss.
 
@@ -87,21 +98,27 @@ class StagePipeline:
             args: The inputs of the first stage, with ``num_rows`` rows each.
             num_rows: The rows of the batch.
             batch: The batch, as the loss takes it.
-            loss: The mean loss over rows of an output of the last stage and a batch.
+            loss: The mean loss of an output of the last stage and a batch.
+            items_by_row: The items of each row of the batch, of shape (num_rows,), that the loss is
+                a mean over; None if it is a mean over rows.
+
+        Raises:
+            ValueError: The batch was changed, so that it has other rows than there are items.
 
         Returns:
-            The mean loss over all rows, on every process. Gradients have been accumulated.
+            The mean loss over all items, on every process. Gradients have been accumulated.
         """
         schedule, length = self._schedule_for(args, num_rows)
         row_ranges = even_ranges(num_rows, self.num_microbatches)
         losses: list[Tensor] = []
         if self._has_last:
             parts = split_rows(batch, row_ranges, [self.device] * len(row_ranges))
+            fractions = fractions_of(_items_of_parts(items_by_row, row_ranges, num_rows))
 
             def weighted(index: int, output: Any) -> Tensor:
                 rows = len(row_ranges[index])
                 unpadded = apply_to_collection(output, Tensor, lambda leaf: leaf[: max(1, rows)])
-                return loss(unpadded, parts[index]) * (rows / num_rows)
+                return scale_loss(loss(unpadded, parts[index]), fractions[index])
 
             self._loss = weighted
         # It imports torch's pipelines.
@@ -187,3 +204,15 @@ class StagePipeline:
             # The schedule computes a loss in evaluation as well.
             return torch.zeros(())
         return self._loss(int(index), output)
+
+
+def _items_of_parts(by_row: Any, row_ranges: Sequence[range], num_rows: int) -> list[Any]:
+    """Return the items of each micro-batch, which are rows if there are no other."""
+    if by_row is None:
+        return [*map(len, row_ranges)]
+    if len(by_row) != num_rows:
+        raise ValueError(
+            f"weight: the module is called with {num_rows} rows, and the batch had {len(by_row)}"
+            " when its items were counted: change batches in transform= instead"
+        )
+    return items_of_ranges(by_row, row_ranges)

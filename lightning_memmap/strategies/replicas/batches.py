@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_memmap.loading.nested import named_leaves
-from lightning_memmap.strategies.common.split_rows import row_count, split_rows
+from lightning_memmap.strategies.common.split_rows import items_of_ranges, row_count, split_rows
 from lightning_memmap.strategies.replicas.merge_outputs import OutputMerger
 
 
@@ -29,7 +29,7 @@ class ReplicaBatches:
         batches: list[Any],
         row_ranges: list[range],
         device: torch.device,
-        weights: Sequence[float] = (),
+        weights: Sequence[Any] = (),
     ) -> None:
         self.batches = batches
         #: The weights of the losses of the batches; empty if these are their rows.
@@ -48,11 +48,15 @@ class ReplicaBatches:
         num_rows: int,
         first: int,
         device: torch.device,
-        weights: Sequence[float] = (),
+        items_by_row: Any = None,
     ) -> "ReplicaBatches":
-        """Wrap the batches of D data devices: row ``j`` is in batch ``(first + j) % D``."""
+        """Wrap the batches of D data devices: row ``j`` is in batch ``(first + j) % D``.
+
+        The losses of the batches are weighted by their items, if these aren't rows.
+        """
         count = len(batches)
         row_ranges = [range((index - first) % count, num_rows, count) for index in range(count)]
+        weights = [] if items_by_row is None else items_of_ranges(items_by_row, row_ranges)
         return cls(batches, row_ranges, device, weights)
 
     @classmethod

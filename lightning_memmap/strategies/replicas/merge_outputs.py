@@ -12,7 +12,12 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_memmap.loading.nested import children_of, interleave, with_children
-from lightning_memmap.strategies.common.split_rows import row_count, types_with_rows
+from lightning_memmap.strategies.common.split_rows import (
+    fractions_of,
+    row_count,
+    scale_loss,
+    types_with_rows,
+)
 
 #: Values of these types are merged to one if they are equal.
 _PLAIN = (int, float, str, bytes, type(None))
@@ -64,11 +69,11 @@ class OutputMerger:
         row_ranges: Sequence[range],
         device: torch.device,
         lengths: OutputLengths | None = None,
-        weights: Sequence[float] = (),
+        weights: Sequence[Any] = (),
     ) -> None:
         self._row_ranges = row_ranges
         self._rows = [len(rows) for rows in row_ranges]
-        self._weights = weights if any(weights) else self._rows
+        self._weights = weights or self._rows
         self._device = device
         self._lengths = lengths or OutputLengths()
 
@@ -167,13 +172,13 @@ class OutputMerger:
         )
 
 
-def weighted_mean(
-    values: Sequence[Tensor], weights: Sequence[float], device: torch.device
-) -> Tensor:
-    """Return ``sum(weight * value) / sum(weights)`` on a device, with gradients."""
-    total = sum(weights)
-    pairs = zip(values, weights, strict=True)
-    return reduce(add, (value.to(device) * (weight / total) for value, weight in pairs))
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[Any], device: torch.device) -> Tensor:
+    """Return ``sum(weight * value) / sum(weights)`` on a device, with gradients; 0 for weights 0.
+
+    Weights are numbers, or tensors without dimensions on this device.
+    """
+    pairs = zip(values, fractions_of(weights), strict=True)
+    return reduce(add, (scale_loss(value.to(device), fraction) for value, fraction in pairs))
 
 
 def _is_float(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """The replicas of ``memmap_dp``: where they get their parameters, and where their gradients go."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -50,8 +51,23 @@ class Replicas(nn.Module):
         # All modules that metrics consist of. They aren't copied: see `run`.
         self._metrics: list[nn.Module] = []
 
-    def run(self, name: str, batches: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method of each replica with its batch; metrics count the rows of all of them."""
+    def run(
+        self,
+        name: str,
+        batches: Sequence[Any],
+        contexts: Sequence[AbstractContextManager[None]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call a method of each replica with its batch; metrics count the rows of all of them.
+
+        Args:
+            name: The method.
+            batches: The batch of each replica.
+            contexts: The context of each replica's call.
+            *args: Other arguments of the method.
+            **kwargs: Other arguments of the method by name.
+        """
         roots = [self.module, *(copy.root for copy in self.copies)]
         # Earlier counts of metrics are set aside: `self.log` logs their value for the step.
         before = [vars(metric).copy() for metric in self._metrics]
@@ -63,7 +79,8 @@ class Replicas(nn.Module):
                 # All replicas use the module's metrics, because wrapped methods of torchmetrics
                 # refer to them, each with separate counts.
                 _set_attributes(self._metrics, counts[index])
-                with current(self.devices[index]), log_to(roots[index], self.logs[index]):
+                log = log_to(roots[index], self.logs[index])
+                with current(self.devices[index]), log, contexts[index]:
                     outputs.append(getattr(roots[index], name)(batch, *args, **kwargs))
                 self.logged_rows.append(take_logged_rows(roots[index]))
         finally:

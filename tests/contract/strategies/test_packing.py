@@ -59,7 +59,8 @@ def make_data(path: Path, processes: int) -> MemmapDataModule:
         store_dir=path,
         batch_size=GLOBAL_BATCH // processes,
         num_shards=8,
-        sampler=Packed("tokens", LENGTH, weight="num_targets"),
+        sampler=Packed("tokens", LENGTH),
+        weight="num_targets",
         layout={"inner.labels": {"value": -100}},
     )
 

@@ -167,8 +167,8 @@ _PACKING = [
     Fault(
         "sampling/packed.py",
         "the first token of a document counts as a target",
-        "targets = np.maximum(0, lengths - 1)",
-        "targets = np.maximum(0, lengths)",
+        "np.maximum(0, pieces.lengths[:, 0].astype(np.int64) - 1)",
+        "np.maximum(0, pieces.lengths[:, 0].astype(np.int64))",
         ("tests/loading/test_packed_weights.py::test_plan_counts_the_targets_of_the_batches",),
     ),
     Fault(
@@ -508,19 +508,19 @@ _LOADING = [
     Fault(
         "loading/step_weight.py",
         "the weight of a loss ignores the number of processes",
-        "self.local * num_processes / self.total if",
-        "self.local / self.total if",
+        "self.local * factor / total if",
+        "self.local / total if",
         (
             "tests/loading/test_step_weight.py::test_scale_makes_the_average_over_processes_the_mean_over_tokens",
         ),
     ),
     Fault(
-        "loading/step_weight.py",
+        "_compat/progress.py",
         "an accumulation group counts steps beyond limit_train_batches",
-        "np.where(number < limit, totals, 0)",
-        "totals",
+        "int(min(start + size, trainer.num_training_batches))",
+        "start + size",
         (
-            "tests/loading/test_packed_weights.py::test_weighted_gradients_are_the_mean_over_all_tokens",
+            "tests/loading/test_step_weight.py::test_micro_batches_are_weighted_by_the_rows_of_their_group",
         ),
     ),
     Fault(
@@ -533,7 +533,7 @@ _LOADING = [
         ),
     ),
     Fault(
-        "loading/transform.py",
+        "loading/seeding.py",
         "a transform changes the random state of the program",
         "            np.random.set_state(numpy_state)",
         "            pass",
@@ -697,7 +697,7 @@ _STRATEGIES = [
     Fault(
         "strategies/common/weighted_loss.py",
         "the loss of an uneven step is not weighted by its rows",
-        "closure_loss = closure_loss * self._loss_scale",
+        "closure_loss = scale_loss(closure_loss, self._loss_scale)",
         "pass",
         (
             "tests/strategies/test_superbatch_ddp.py::test_weight_of_uneven_steps_travels_with_their_batches",
@@ -747,7 +747,7 @@ _STRATEGIES = [
     Fault(
         "strategies/replicas/merge_outputs.py",
         "packs are weighted by their number, not by their targets",
-        "self._weights = weights if any(weights) else self._rows",
+        "self._weights = weights or self._rows",
         "self._weights = self._rows",
         ("tests/contract/strategies/test_packing.py",),
     ),
