@@ -234,7 +234,7 @@ def test_step_of_several_processes_is_the_mean_over_all_items(
     tmp_path: Path, plain: Any, strategy: str, processes: int, options: dict[str, Any]
 ) -> None:
     ranks = launch(
-        "weighted_items.run",
+        run,
         tmp_path,
         processes=processes,
         strategy=strategy,
