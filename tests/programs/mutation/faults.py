@@ -786,8 +786,8 @@ _STRATEGIES = [
     Fault(
         "strategies/pipelining/run.py",
         "micro-batches of unequal size have equal weight",
-        "* (rows / num_rows)",
-        "* (1 / len(row_ranges))",
+        "fractions_of(_items_of_parts(items_by_row, row_ranges, num_rows))",
+        "fractions_of([1] * len(row_ranges))",
         ("tests/strategies/test_pipeline.py::test_losses_of_steps_are_the_mean_over_rows",),
     ),
     Fault(
