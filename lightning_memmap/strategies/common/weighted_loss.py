@@ -152,7 +152,8 @@ class WeightedLoss(SuperBatchMixin):
         if self._accumulation.total is not None:
             return weight.scale(num_processes * num_batches, self._accumulation.total)
         self._accumulation.counted.append(self.sum_over_processes(weight.local.clone()))
-        return weight.local * num_processes / positive_total(self._accumulation.counted[0])
+        scale: Tensor = weight.local * num_processes / positive_total(self._accumulation.counted[0])
+        return scale
 
     def _scale_in_step(self, weight: StepWeight) -> float | Tensor:
         """Return the factor of a loss that makes the mean of its step one over items."""
@@ -162,7 +163,8 @@ class WeightedLoss(SuperBatchMixin):
         if num_processes == 1:
             return 1.0
         total = self.sum_over_processes(weight.local.clone())
-        return weight.local * num_processes / positive_total(total)
+        scale: Tensor = weight.local * num_processes / positive_total(total)
+        return scale
 
     def _common_scale(self, weights: list[StepWeight]) -> float:
         """Return the factor of the loss of a step with batches of several loaders."""
