@@ -110,6 +110,8 @@ class ResultFolder:
             StoreError: It belongs to another run, and ``overwrite`` is not set.
         """
         old = self.run()
+        if self.path.exists() and not self.path.is_dir():
+            raise StoreError(f"{self.path} is a file: choose another path")
         if old is None and self.path.is_dir() and any(self.path.iterdir()):
             raise StoreError(f"{self.path} exists and has no results: choose another path")
         if old is not None and old.run == run.run and old.num_rows != run.num_rows:
@@ -138,7 +140,11 @@ class ResultFolder:
             epoch: The epoch.
             position: The first position from which values are computed again.
             keep: The prefix of the names of the parts that the run is writing now.
+
+        Raises:
+            StoreError: Another run has replaced the results.
         """
+        self._check_owner(run)
         for later in self.epochs():
             if later == epoch and position:
                 self._reopen(run, order, epoch, position)
@@ -180,8 +186,10 @@ class ResultFolder:
             Whether there was any part.
 
         Raises:
-            StoreError: Parts have different fields, or cannot be read.
+            StoreError: Parts have different fields, or cannot be read; or another run has replaced
+                the results.
         """
+        self._check_owner(run)
         digest = digest_of(order)
         parts = []
         for directory in _subdirectories(self._parts(epoch)):
@@ -213,6 +221,15 @@ class ResultFolder:
         self._build(epoch, fields, columns, is_seen)
         shutil.rmtree(self._parts(epoch))
         return True
+
+    def _check_owner(self, run: str) -> None:
+        """Check that no other run has claimed the folder since this one began."""
+        owner = self.run()
+        if owner is None or owner.run != run:
+            raise StoreError(
+                f"{self.path}: another run has replaced or removed the results of this one: give"
+                " each run a path of its own"
+            )
 
     def _build(
         self,

@@ -81,7 +81,10 @@ def check_keep(keep: Keep) -> Keep:
     """Check which epochs to read."""
     if keep in ("last", "all"):
         return keep
-    return check_integer("keep", keep, 1, "'last', 'all', or the number of last epochs")
+    choices = "'last', 'all', or the number of last epochs"
+    if isinstance(keep, str):
+        raise ValueError(f"keep={keep!r}: {choices}")
+    return check_integer("keep", keep, 1, choices)
 
 
 def read_epochs(path: str | Path, keep: Keep, before: int | None = None) -> "TensorDict":

@@ -4,6 +4,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_memmap.errors import with_article
+
 #: The attribute of a module that has what its step has logged.
 _LOGGED = "_logged_rows"
 
@@ -26,7 +28,15 @@ class RowLog:
             name: Name of the values, one of the ``keys`` of `RowResults`.
             values: A tensor of shape (B, ...), whose first dimension is the rows of the batch. A
                 second call in a step replaces it.
+
+        Raises:
+            TypeError: ``values`` is not a tensor.
         """
+        if not isinstance(values, Tensor):
+            raise TypeError(
+                f"log_rows({name!r}, ...): pass a tensor of shape (B, ...), and not"
+                f" {with_article(type(values).__name__)}"
+            )
         self._logged_rows[name] = values.detach()
 
 

@@ -89,6 +89,11 @@ def test_compiled_step_logs_its_rows(tmp_path: Path) -> None:
     assert read_row_results(tmp_path / "loss")["row_loss"].isfinite().all()
 
 
+def test_values_that_are_no_tensor_are_an_error() -> None:
+    with pytest.raises(TypeError, match="row_loss"):
+        Logging().log_rows("row_loss", [1.0, 2.0])  # type: ignore[arg-type]
+
+
 def test_rows_that_a_step_did_not_log_again_are_an_error(tmp_path: Path) -> None:
     class Once(Logging):
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:

@@ -187,6 +187,26 @@ def test_results_of_another_run_are_kept_or_overwritten(tmp_path: Path) -> None:
     assert read_row_results(path, "all").batch_size == (1, NUM_ROWS)
 
 
+def test_run_whose_results_another_one_replaces_ends_with_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "results"
+
+    class Replaced(PerRow):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                callback = RowResults(path, KEYS, overwrite=True)
+                fit(tmp_path, PerRow(), callback, max_epochs=3)
+
+    with pytest.raises(StoreError, match="another run"):
+        fit(tmp_path, Replaced(), RowResults(path, KEYS))
+    assert read_row_results(path, "all").batch_size == (3, NUM_ROWS)
+
+
+def test_file_in_place_of_the_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "thesis").write_text("one")
+    with pytest.raises(StoreError, match="thesis"):
+        fit(tmp_path, PerRow(), RowResults(tmp_path / "thesis", KEYS, overwrite=True))
+
+
 def test_folder_of_something_else_stays_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "thesis"
     path.mkdir()
@@ -216,8 +236,8 @@ def test_last_epochs_are_read(tmp_path: Path) -> None:
     assert every["epoch"][:, 0].tolist() == [0, 1, 2]
     assert_equal(read_row_results(tmp_path / "r", 2), every[1:])
     assert_equal(read_row_results(tmp_path / "r"), every[2])
-    for keep in (0, "first", 1.5):
-        with pytest.raises((TypeError, ValueError), match="keep"):
+    for keep, error in ((0, ValueError), ("first", ValueError), (1.5, TypeError)):
+        with pytest.raises(error, match="keep"):
             read_row_results(tmp_path / "r", keep)  # type: ignore[arg-type]
 
 
