@@ -153,7 +153,7 @@ def fit(
 ) -> Any:
     """Train two epochs, with checkpoints after steps 2, 4 and 6; return the module."""
     wrapped = {"wrap_classes": [LAYERS[kind]], **options}
-    strategy: Any = FSDP2Strategy(**wrapped) if processes > 1 else "auto"
+    strategy: Any = FSDP2Strategy(**wrapped) if processes > 1 else "memmap_superbatch"
     trainer = make_trainer(
         out,
         strategy=strategy,
