@@ -156,7 +156,6 @@ def test_misspelt_name_on_the_command_line_suggests_the_nearest(
         (["store"], "subcommand", "lightning-memmap store"),
         (["store", "build"], "path", "lightning-memmap store build"),
         (["fit"], "model", "lightning-memmap fit"),
-        (["rows"], "config", "lightning-memmap rows"),
     ],
 )
 def test_missing_argument_is_named(

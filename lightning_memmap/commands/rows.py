@@ -68,7 +68,10 @@ class RowsOptions:
 
     def __post_init__(self) -> None:
         if self.config is None and (self.results is None or self.show is not None):
-            raise ValueError("config: pass the config of the training, which names the store")
+            raise ValueError(
+                "config: pass the config of the training, which names the store; only --results"
+                " without --show needs no config"
+            )
         if (self.results is None) != (self.sort is None):
             raise ValueError(
                 f"results={self.results!r} with sort={self.sort!r}: pass both, such as --results"

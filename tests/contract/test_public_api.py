@@ -84,9 +84,9 @@ SIGNATURES = {
     FSDP2Strategy: """
         wrap_classes=None, min_unit_parameters=1000000, replicate_size=1,
         reshard_after_forward=None, cpu_offload=False, reduce_dtype=None,
-        activation_checkpointing=False,
-        sync_each_micro_batch=False,
-        save_distributed_checkpoint=False, process_group_backend=None,
+        activation_checkpointing=False, compile_units=False, sync_each_micro_batch=False,
+        save_distributed_checkpoint=False, exclude_frozen_parameters=False,
+        process_group_backend=None,
         timeout=datetime.timedelta(seconds=1800)
     """,
     IndependentStrategy: """
