@@ -35,8 +35,8 @@ def check_ranks_match(
     Args:
         facts: Values by name, compared as text.
         error: An error of this process, which is raised here; other ranks raise that it failed.
-        subject: What the facts describe, for the message.
-        remedy: What to do if they differ, for the message.
+        subject: The thing that the facts describe, for the message.
+        remedy: The way out if they differ, for the message.
 
     Raises:
         RankMismatchError: The processes differ, or another process failed.

@@ -453,7 +453,7 @@ class RowResults(L.Callback):
 
     def _lacking(self, outputs: Any, key: str, step: int) -> ValueError:
         """Return the error for a step that returned no rows under a key."""
-        found = with_article(type(outputs).__name__)
+        returned = with_article(type(outputs).__name__)
         if isinstance(outputs, Mapping):
             shapes = (
                 f"{name!r} of shape {tuple(value.shape)}"
@@ -461,10 +461,10 @@ class RowResults(L.Callback):
                 else repr(name)
                 for name, value in outputs.items()
             )
-            found = ", ".join(shapes)
+            returned = ", ".join(shapes)
         return ValueError(
             f"RowResults: {_STAGES[self._stage]}, batch {step}: {key!r} must be a tensor of shape"
-            f" (B, ...) with a value for each row of the batch, and it returned {found}. Return a"
-            f" dict, such as {{'loss': losses.mean(), 'row_loss': losses}} for keys=['row_loss'],"
+            f" (B, ...) with a value for each row of the batch, and it returned {returned}. Return"
+            f" a dict, such as {{'loss': losses.mean(), 'row_loss': losses}} for keys=['row_loss'],"
             " or call self.log_rows('row_loss', losses)"
         )

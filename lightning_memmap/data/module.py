@@ -174,15 +174,16 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             on a CPU.
         eval_batch_size: Rows per data device and step of validation, test and prediction: a number,
             or a dict of numbers by split. By default ``batch_size``.
-        weight: What the loss of ``training_step`` is a mean over, if not over rows, such as tokens:
-            the losses of processes, replicas and micro-batches are weighted by their number. Either
-            the name of a field, which has the number in each row, or whose values are counted in
-            rows of different lengths; then the number in each step is known without communication.
-            Or a function of the training batch, as the loader returns it, that returns the number
-            in each row, a tensor of shape (B,) on the batch's device; then processes add up one
-            number in each step. By default rows, and with `lightning_memmap.sampling.Packed` all
-            tokens but the first of each document. It requires a strategy of this package if there
-            are several processes or micro-batches.
+        weight: The items that the loss of ``training_step`` is a mean over, if they aren't rows:
+            tokens, for instance. The losses of processes, replicas and micro-batches are weighted
+            by their number of items. Pass the name of a field that contains the number of each
+            row, or whose values are the items if rows differ in length; the number in each step is
+            then known without communication. Or pass a function of the training batch, as the
+            loader returns it, that returns the number of each row as a tensor of shape (B,) on the
+            batch's device; processes then add up one number in each step. By default, items are
+            rows, and with `lightning_memmap.sampling.Packed` all tokens but the first of each
+            document. A strategy of this package is required if there are several processes or
+            micro-batches.
         datamodule: Another data module, whose loaders state the datasets, batch sizes, samplers and
             ``drop_last``: see `from_datamodule`.
 

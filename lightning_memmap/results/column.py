@@ -20,8 +20,8 @@ class Results(ReprAsCall, Column):
     """Results per row, for use in place of the name of a field: a field that training made.
 
     Pass it to ``Weighted``, ``Bucketed``, ``Subset(field=..., where=...)`` or another selection.
-    What is used is committed, so each process reads the same values, and so does a run that is
-    resumed. Checkpoints store the epoch and a digest of the values, and a run that is resumed
+    Only committed values are used, so each process reads the same ones, and so does a resumed
+    run. Checkpoints store the epoch and a digest of the values, and a run that is resumed
     inside an epoch with other values is an error.
 
     Args:

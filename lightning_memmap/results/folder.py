@@ -77,8 +77,8 @@ class ResultFolder:
 
     def epochs(self) -> list[int]:
         """List the committed epochs, in order."""
-        found = self.path.iterdir() if self.path.is_dir() else iter(())
-        names = [_EPOCH.fullmatch(path.name) for path in found if is_store(path)]
+        paths = self.path.iterdir() if self.path.is_dir() else iter(())
+        names = [_EPOCH.fullmatch(path.name) for path in paths if is_store(path)]
         return sorted(int(name[1]) for name in names if name)
 
     def epoch_path(self, epoch: int) -> Path:
@@ -286,8 +286,8 @@ class ResultFolder:
         return self.path / _PARTS / _epoch_name(epoch)
 
     def _epochs_with_parts(self) -> list[tuple[int, Path]]:
-        found = _subdirectories(self.path / _PARTS)
-        names = [(_EPOCH.fullmatch(path.name), path) for path in found]
+        paths = _subdirectories(self.path / _PARTS)
+        names = [(_EPOCH.fullmatch(path.name), path) for path in paths]
         return [(int(name[1]), path) for name, path in names if name]
 
     def _remove_epoch(self, epoch: int) -> None:

@@ -38,7 +38,7 @@ _Count = Annotated[int, Meta(ge=0)]
 
 
 class PartHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a part contains.
+    """The header of a part.
 
     Args:
         run: The run that wrote it.

@@ -56,7 +56,7 @@ class Column(ABC):
     @property
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """What the column is, without its values, as JSON values."""
+        """The identity of the column, without its values, as JSON values."""
 
 
 def read_at_set_up(argument: str, column: Column, num_rows: int) -> ColumnValues:
