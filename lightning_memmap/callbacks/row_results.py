@@ -259,6 +259,13 @@ class RowResults(L.Callback):
             self._commit(trainer)
 
     @override
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Commit the last epoch of a run that was killed after its last step."""
+        # Lightning starts no training if the checkpoint has all of its steps.
+        if self._stage == "train" and self._loader is None and self._run:
+            self._begin(trainer, trainer.train_dataloader)
+
+    @override
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
