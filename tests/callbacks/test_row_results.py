@@ -149,6 +149,28 @@ def test_resumed_run_has_the_results_of_one_that_never_ended(
     assert not [*(path / "results").glob("parts/*")]
 
 
+def test_last_epoch_is_committed_by_a_resume_without_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = uninterrupted(tmp_path / "whole")
+    path = tmp_path / "ended"
+    results = RowResults(path / "results", KEYS)
+    commit = results.on_train_epoch_end
+
+    def stop_before_the_last_commit(trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 2:
+            raise EndError
+        commit(trainer, module)
+
+    monkeypatch.setattr(results, "on_train_epoch_end", stop_before_the_last_commit)
+    with pytest.raises(EndError):
+        fit(path, PerRow(), results)
+    assert len([*(path / "results").glob("epoch-*")]) == 2
+    checkpoint = path / "step=45.ckpt"
+    fit(path, PerRow(), RowResults(path / "results", KEYS), checkpoint=checkpoint)
+    assert_equal(read_row_results(path / "results", "all"), expected)
+
+
 def test_run_resumed_twice_on_other_devices_has_each_row_once(tmp_path: Path) -> None:
     expected = uninterrupted(tmp_path / "whole")
     path = tmp_path / "ended"
