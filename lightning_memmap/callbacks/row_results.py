@@ -337,7 +337,8 @@ class RowResults(L.Callback):
             return
         values = []
         for key in self.keys:
-            value = returned.get(key, logged.get(key))
+            # Lightning makes {"loss": ...} of a step that returns its loss.
+            value = logged.get(key, returned.get(key))
             if not isinstance(value, Tensor) or not value.ndim:
                 raise self._lacking({**outputs, **logged} if returned else outputs, key, step)
             # A copy: the module may reuse the memory, and a view would keep all of it.

@@ -105,6 +105,19 @@ def test_rows_that_a_step_did_not_log_again_are_an_error(tmp_path: Path) -> None
         fit(tmp_path, Once())
 
 
+def test_logged_values_may_have_the_name_of_what_the_step_returns(tmp_path: Path) -> None:
+    class Loss(RowLog, Regression):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+            losses = batch["row"].float()
+            self.log_rows("loss", losses)
+            return (losses * self(batch["x"]).mean(1)).mean()
+
+    trainer = make_trainer(tmp_path, max_epochs=1, callbacks=[RowResults(tmp_path / "r", ["loss"])])
+    data = MemmapDataModule(Points(NUM_ROWS), store_dir=tmp_path / "stores", batch_size=4)
+    trainer.fit(Loss(), data)
+    assert read_row_results(tmp_path / "r")["loss"].tolist() == [*range(NUM_ROWS)]
+
+
 class Documents(Dataset[dict[str, Any]]):
     """Documents of 1 to 9 tokens, each of which is the number of its document."""
 
