@@ -1,10 +1,13 @@
 """A Trainer step of a trivial model under ``memmap_superbatch``.
 
     python tests/programs/benchmarks/trainer.py --devices 1,4
+    python tests/programs/benchmarks/trainer.py --row-results --rounds 20 --clock cpu
 
 It is compared with the stock Trainer on one device that is fed from a list of ready batches. What
 is timed is an epoch of training, from its first hook to its last; the first epoch of each fit is
-not counted. Whole fits of real models are compared by ``lightning-memmap compare``.
+not counted. With ``--row-results``, epochs of a linear model on case A with and without
+`RowResults` take turns in one fit. Whole fits of real models are compared by
+``lightning-memmap compare``.
 """
 
 import argparse
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.callbacks import RowResults
 
 
 class Timed(L.LightningModule):
@@ -129,18 +133,65 @@ def steps(args: argparse.Namespace, directory: Path) -> None:
     report(compare(runs, args.rounds), "stock Trainer, list of ready batches", len(ready))
 
 
+class TimedRows(Timed):
+    """Returns the loss of each row of case A as well."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        images, labels = batch
+        inputs = images.flatten(1).float()
+        losses = nn.functional.cross_entropy(self.net(inputs), labels, reduction="none")
+        return {"loss": losses.mean(), "row_loss": losses}
+
+
+class EverySecondEpoch(RowResults):
+    """Stores the results of even epochs, and does nothing in odd ones."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.current_epoch % 2 == 0:
+            super().on_train_batch_end(trainer, *args)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.current_epoch % 2 == 0:
+            super().on_train_epoch_end(trainer, *args)
+
+
+def row_results(args: argparse.Namespace, directory: Path) -> None:
+    """The cost of one float per row, with its commit at the end of an epoch."""
+    images = torch.randint(256, (50_000, 3, 32, 32), dtype=torch.uint8)
+    rows = TensorDataset(images, torch.arange(50_000) % 10)
+    data = MemmapDataModule(rows, store_dir=directory / "stores", batch_size=512)
+    module = TimedRows(nn.Linear(3072, 10), CLOCKS[args.clock])
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy="memmap_superbatch",
+        max_epochs=2 * (args.rounds + 1),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[EverySecondEpoch(directory / "results", ["row_loss"])],
+    )
+    trainer.fit(module, data)
+    seconds = {"without": module.epochs_s[3::2], "RowResults": module.epochs_s[2::2]}
+    print("linear model, 98 steps of 512 rows of case A")
+    report(seconds, "without", 98)
+
+
 def main() -> None:
     """Print the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--devices", default="1,4", help="logical data devices, such as 1,4")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=3, help="that are counted, of each fit")
+    parser.add_argument("--row-results", action="store_true", help="the cost of RowResults")
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", ".*does not have many workers")
     print(f"{machine()}; {args.clock} time, {args.rounds} rounds")
     with tempfile.TemporaryDirectory() as directory:
-        steps(args, Path(directory))
+        measure = row_results if args.row_results else steps
+        measure(args, Path(directory))
 
 
 if __name__ == "__main__":
