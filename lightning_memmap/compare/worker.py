@@ -14,6 +14,7 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from lightning_memmap.callbacks import StepSeeder
 from lightning_memmap.compare.config import RunSpec, parse_variants
 from lightning_memmap.compare.loaders import (
     MappedLoader,
@@ -28,6 +29,7 @@ from lightning_memmap.compare.prepare import RunCLI
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.schema.forms import use_center_crops
+from lightning_memmap.strategies.common.seeded_steps import SeededSteps
 
 #: Errors by which a strategy, a store or the Trainer rejects what is not supported.
 REFUSALS = (MemmapError, ValueError, TypeError, ModuleNotFoundError, MisconfigurationException)
@@ -90,6 +92,9 @@ def train_variant(
     hashes: list[int] = []
     if is_check:
         _turn_dropout_off(model)
+        if not isinstance(trainer.strategy, SeededSteps):
+            # What a module draws by itself is then the same as under our strategies.
+            trainer.callbacks.append(StepSeeder())
         data = _record_hashes(spec, trainer, data, hashes)
     trained = variant_datamodule(
         data, variant, spec.global_batch, spec.out, transform_here=is_check

@@ -111,6 +111,8 @@ class Case:
         options: Options of the Trainer.
         callbacks: Makes the callbacks, given a directory.
         atol: How far the weights of several processes may be from those of one device.
+        reference: The strategy on one device. Lightning's own divides the losses of the last group
+            of accumulated steps by their full number; ours is checked against plain PyTorch.
         in_several: Whether strategies of several processes must support it: ``each`` of them; or
             ``one`` for all, since it differs in what the Trainer's loops do, which are the same
             for all; or ``none``.
@@ -121,13 +123,22 @@ class Case:
     callbacks: Callable[[Path], Sequence[L.Callback]] = lambda out: ()
     # float32 sums in another order, over at most 35 steps of Adam with a rate of 0.05.
     atol: float = 5e-6
+    reference: str = REFERENCE
     in_several: Literal["each", "one", "none"] = "each"
+
+    def trainer_options(self, key: str) -> dict[str, Any]:
+        """Return the options of the Trainer that runs this under a contract or the reference."""
+        return {**self.options, **({"strategy": self.reference} if key == REFERENCE else {})}
 
 
 CASES = {
     "plain": Case(options={"max_epochs": 2}),
-    "accumulation": Case(options={"accumulate_grad_batches": 3, "max_epochs": 2}),
-    "accumulation_even": Case(options={"accumulate_grad_batches": 2}, in_several="one"),
+    "accumulation": Case(
+        options={"accumulate_grad_batches": 3, "max_epochs": 2}, reference="memmap_superbatch"
+    ),
+    "accumulation_even": Case(
+        options={"accumulate_grad_batches": 2}, reference="memmap_superbatch", in_several="one"
+    ),
     "clip_norm": Case(Sgd, {"gradient_clip_val": 0.05}),
     "clip_value": Case(
         Sgd, {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}, atol=1e-6

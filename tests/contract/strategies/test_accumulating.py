@@ -90,7 +90,9 @@ def fit(
     trainer_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> L.Trainer:
-    strategy: Any = FSDP2Strategy(wrap_classes=["Block"], **options) if processes > 1 else "auto"
+    strategy: Any = (
+        FSDP2Strategy(wrap_classes=["Block"], **options) if processes > 1 else "memmap_superbatch"
+    )
     trainer = make_trainer(
         out,
         strategy=strategy,

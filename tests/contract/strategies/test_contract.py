@@ -87,7 +87,7 @@ def fit_case(name: str, path: Path, case: Case) -> tuple[Regression, L.Trainer]:
     # Beside those of the rows.
     module.net[0].register_forward_hook(lambda _, args, output: module.dtypes.add(output.dtype))
     callbacks = [*case.callbacks(path / name)]
-    return fit(name, path, module, callbacks=callbacks, **case.options)
+    return fit(name, path, module, callbacks=callbacks, **case.trainer_options(name))
 
 
 @pytest.fixture(scope="module")

@@ -76,7 +76,10 @@ class Runs:
     def fit(self, case: Case, save: str, checkpoint: Path | None = None) -> dict[str, Any]:
         """Fit, and save the weights as a checkpoint ``<save>.ckpt``."""
         trainer, data = make_run(
-            self._name, self.out, **case.options, callbacks=[*case.callbacks(self.out)]
+            self._name,
+            self.out,
+            **case.trainer_options(self._name),
+            callbacks=[*case.callbacks(self.out)],
         )
         module = case.make()
         found = set()

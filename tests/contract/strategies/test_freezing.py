@@ -126,7 +126,8 @@ ACCUMULATED = {"ThawsInside": {"accumulate_grad_batches": 2}}
 def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     out = tmp_path_factory.mktemp("one")
     return {
-        name: fit(out, "auto", 1, name, trainer_options=ACCUMULATED.get(name)) for name in CALLBACKS
+        name: fit(out, "memmap_superbatch", 1, name, trainer_options=ACCUMULATED.get(name))
+        for name in CALLBACKS
     }
 
 
