@@ -74,7 +74,9 @@ def fit_dp(path: Path, module: Any, devices: Any = 4, **options: Any) -> L.Train
 
 def fit_one(path: Path, module: Any, **options: Any) -> L.Trainer:
     """Train with the same global batches on one device."""
-    trainer = make_trainer(path, **{"precision": "64-true", **options})
+    # Lightning's own divides the losses of an incomplete group of steps by their full number.
+    strategy = "memmap_superbatch" if "accumulate_grad_batches" in options else "auto"
+    trainer = make_trainer(path, **{"precision": "64-true", "strategy": strategy, **options})
     trainer.fit(module, datamodule=make_data(path, 24))
     return trainer
 

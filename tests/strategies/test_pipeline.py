@@ -254,7 +254,9 @@ class Runs:
         self.processes = processes
 
     def make(self, **options: Any) -> tuple[L.Trainer, MemmapDataModule]:
-        strategy: Any = "auto" if self.options is None else PipelineStrategy(**self.options)
+        strategy: Any = (
+            "memmap_superbatch" if self.options is None else PipelineStrategy(**self.options)
+        )
         trainer = make_trainer(self.out, strategy=strategy, devices=self.processes, **options)
         size = (self.options or {}).get("data_parallel_size", 1)
         data = MemmapDataModule(
