@@ -130,7 +130,7 @@ def beside_lone_runs(out: Path, members: int) -> dict[str, Any]:
         **weights_only(True),
     )
     lone_again = Member(member)
-    lone_resumed = make_trainer(alone / "again", max_epochs=8)
+    lone_resumed = make_trainer(alone / "again", strategy="memmap_superbatch", max_epochs=8)
     lone_resumed.fit(
         lone_again,
         make_data(out, members, member),
