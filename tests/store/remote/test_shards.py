@@ -589,7 +589,7 @@ def test_pull_that_was_interrupted_is_not_taken_for_a_build(tmp_path: Path) -> N
     with pytest.raises(StoreError):
         pull_store(far.path.as_uri(), tmp_path / "s", progress=False)
     assert building_path(tmp_path / "s")
-    with pytest.raises(StoreNotFoundError, match="build it by giving the dataset"):
+    with pytest.raises(StoreNotFoundError, match="store build"):
         open_store(tmp_path / "s")
 
 
