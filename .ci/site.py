@@ -1,4 +1,4 @@
-"""Hooks of the site: examples become pages, and pages outside the navigation are added to it."""
+"""Hooks of the site: examples and figures become pages, and all pages are in the navigation."""
 
 import json
 import re
@@ -10,8 +10,10 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-#: A link of a page to an example, which lies outside of docs/.
+#: A link of a page to an example, which is outside of docs/.
 EXAMPLE = re.compile(r"\]\((?:\.\./)+examples/(\w+)\.(?:py|ipynb)\)")
+#: The full figures of the benchmarks, which are outside of docs/, too.
+FIGURES = "tests/programs/benchmarks/README.md"
 #: In the navigation, the section that takes pages which it does not name.
 SECTION = "In depth"
 
@@ -26,6 +28,8 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
             name = f"examples/{path.stem}.md"
             files.append(File.generated(config, name, content=text))
             examples.append(name)
+    figures = (ROOT / FIGURES).read_text(encoding="utf-8")
+    files.append(File.generated(config, "figures.md", content=figures))
     assert config.nav is not None
     config.nav.append({"Examples": examples})
     named = set(_names(config.nav))
@@ -53,6 +57,7 @@ def _names(nav: Any) -> list[str]:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Let links to examples lead to their pages."""
+    """Let links to examples and figures lead to their pages."""
     up = "../" * page.file.src_uri.count("/")
+    markdown = markdown.replace(f"](../{FIGURES})", "](figures.md)")
     return EXAMPLE.sub(rf"]({up}examples/\1.md)", markdown)

@@ -1,8 +1,7 @@
 """The figures of a comparison. Each is one entry of `METRICS`, and no other code knows it.
 
 An entry computes a figure from the records of the processes of one run, or it relates two variants
-and is filled in when both have run. Tables, the page and the list in docs/compare.md follow from
-the entries.
+and is filled in when both have run. Tables and pages follow from the entries.
 """
 
 from collections import Counter, defaultdict

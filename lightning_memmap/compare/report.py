@@ -65,7 +65,7 @@ class Report:
     left_out: list[str] = field(default_factory=list)
     interrupted: bool = False
     schema: str = REPORT_SCHEMA
-    #: Increases when a field changes its meaning or is removed. See docs/compare.md.
+    #: Increases when a field changes its meaning or is removed.
     schema_version: int = 3
 
     @property

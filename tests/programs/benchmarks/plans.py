@@ -1,4 +1,4 @@
-"""Where well-known sets fit, and how long their stores take to build: a table of the docs.
+"""Where well-known sets fit, and how long their stores take to build: tables of the docs.
 
     python tests/programs/benchmarks/plans.py --write                # about a minute
     python tests/programs/benchmarks/plans.py --write --clock cpu    # where the machine isn't idle
@@ -30,15 +30,17 @@ from lightning_memmap.commands.store_rates import Trial, try_build
 from lightning_memmap.sizes import format_bytes, format_duration
 from lightning_memmap.store import TokenStream
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "placement.md"
+ROOT = Path(__file__).resolve().parents[3]
 START, END = "<!-- plans -->\n", "<!-- end of plans -->\n"
 #: Devices, the memory of one, and of their host.
-MACHINES = [
-    (1, "24GiB", "64GiB"),
-    (4, "24GiB", "256GiB"),
-    (4, "80GiB", "512GiB"),
-    (8, "80GiB", "2TiB"),
-]
+MACHINES = {
+    "1 x 24 GiB, host 64 GiB": (1, "24GiB", "64GiB"),
+    "4 x 24 GiB, host 256 GiB": (4, "24GiB", "256GiB"),
+    "4 x 80 GiB, host 512 GiB": (4, "80GiB", "512GiB"),
+    "8 x 80 GiB, host 2 TiB": (8, "80GiB", "2TiB"),
+}
+ROWS = "all rows"
+BUILD = "building it"
 #: The training images of ImageNet-1k.
 IMAGENET = 1_281_167
 _NUM_FILES = 16
@@ -99,61 +101,83 @@ SETS = [
 ]
 
 
-def table(sets: list[KnownSet], folder: Path, clock: str) -> Iterator[str]:
-    """The lines of the table, as they are measured."""
-    heads = [f"{count} x {memory}, host {host}" for count, memory, host in MACHINES]
-    columns = ["", "all rows", *heads, "building it"]
-    yield f"| {' | '.join(columns)} |"
-    yield "|---" * len(columns) + "|"
+#: The tables: a page, its sets, and its columns.
+TABLES = {
+    "README.md": ([known.name for known in SETS], [ROWS, *list(MACHINES)[:3]]),
+    "docs/placement.md": ([known.name for known in SETS], [ROWS, *MACHINES, BUILD]),
+    "docs/guides/imagenet.md": (
+        ["ImageNet, JPEG files", "ImageNet, 224x224"],
+        [ROWS, BUILD, *list(MACHINES)[1:3]],
+    ),
+}
+
+
+def measure(sets: list[KnownSet], folder: Path, clock: str) -> dict[str, dict[str, str]]:
+    """Return the cells of each set by column."""
+    plans = {}
     for known in sets:
         trial = try_build(known.make(), folder, clock=CLOCKS[clock])
         num_rows = trial.num_rows
         if known.num_bytes is not None:
             num_rows = known.num_bytes // trial.row_bytes
-        store = make_planned_manifest(trial.row_bytes, num_rows)
-        cells = [
-            format_bytes(store.num_bytes),
-            *(residency(trial, num_rows, *each) for each in MACHINES),
-            format_duration(num_rows * trial.seconds / trial.trial_rows),
-        ]
-        yield f"| {known.name} | {' | '.join(cells)} |"
+        plans[known.name] = {
+            ROWS: format_bytes(make_planned_manifest(trial.row_bytes, num_rows).num_bytes),
+            **{name: find_place(trial, num_rows, *each) for name, each in MACHINES.items()},
+            BUILD: format_duration(num_rows * trial.seconds / trial.trial_rows),
+        }
+        print(known.name, plans[known.name], flush=True)
+    return plans
 
 
-def residency(trial: Trial, num_rows: int, count: int, memory: str, host: str) -> str:
-    """Where the rows are on a machine, as a cell."""
+def table(plans: dict[str, dict[str, str]], columns: list[str]) -> Iterator[str]:
+    """Yield the lines of a table in Markdown."""
+    yield f"| | {' | '.join(columns)} |"
+    yield "|---" * (1 + len(columns)) + "|"
+    for name, cells in plans.items():
+        yield f"| {name} | {' | '.join(cells[column] for column in columns)} |"
+
+
+def find_place(trial: Trial, num_rows: int, count: int, memory: str, host: str) -> str:
+    """Return where the rows are on a machine, as a cell."""
     store = make_planned_manifest(trial.row_bytes, num_rows)
     machine = Machine.of(memory, host, 0.7)
     if 2 * trial.text_bytes > trial.row_bytes:  # It stays in host memory.
-        return "`host`" if store.num_bytes <= machine.host_budget else "`stream`"
+        fits = store.num_bytes <= machine.host_budget
+        return "in host memory" if fits else "read ahead from disk"
     use = plan_memory({"": store}, count, machine)
-    share = use.on_devices / store.num_bytes
-    return f"`{use.residency}`" + f", {share:.0%} on devices" * (use.residency == "auto")
+    devices = "on the GPU" if count == 1 else "on the GPUs"
+    if use.residency == "auto":
+        return f"{use.on_devices / store.num_bytes:.0%} {devices}, rest in host memory"
+    return {"device": devices, "host": "in host memory"}.get(use.residency, "read ahead from disk")
 
 
 def main() -> None:
-    """Print the table, and write it to the page where that is asked for."""
+    """Measure, and write the tables to the pages where that is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--write", action="store_true", help="into docs/placement.md")
-    parser.add_argument("--sets", default="", help="of these names, by default all")
+    parser.add_argument("--write", action="store_true", help="into the README and docs/")
     parser.add_argument("--folder", type=Path, help="where rows are stored for a trial")
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     args = parser.parse_args()
-    sets = [known for known in SETS if not args.sets or known.name in args.sets.split(";")]
-    lines = []
     with tempfile.TemporaryDirectory(dir=args.folder) as directory:
-        for line in table(sets, Path(directory), args.clock):
-            print(line, flush=True)
-            lines.append(line)
-    what = "processor time" if args.clock == "cpu" else "wall time"
-    lines += ["", f"Builds by {what}, without worker processes: {machine()}."]
-    print(lines[-1])
-    if args.write:
-        before, start, rest = PAGE.read_text(encoding="utf-8").partition(START)
-        _, end, after = rest.partition(END)
-        if not (start and end):
-            raise ValueError(f"{PAGE} has no lines {START.strip()} and {END.strip()}")
-        text = "".join(f"{line}\n" for line in lines)
-        PAGE.write_text(before + start + text + end + after, encoding="utf-8")
+        plans = measure(SETS, Path(directory), args.clock)
+    clock = "processor time" if args.clock == "cpu" else "wall time"
+    note = f"Builds by {clock}, without worker processes: {machine()}."
+    for page, (names, columns) in TABLES.items():
+        lines = list(table({name: plans[name] for name in names}, columns))
+        lines += ["", note] if BUILD in columns else []
+        print(f"\n{page}", *lines, sep="\n")
+        if args.write:
+            write(ROOT / page, lines)
+
+
+def write(path: Path, lines: list[str]) -> None:
+    """Replace the table of a page."""
+    before, start, rest = path.read_text(encoding="utf-8").partition(START)
+    _, end, after = rest.partition(END)
+    if not (start and end):
+        raise ValueError(f"{path} has no lines {START.strip()} and {END.strip()}")
+    text = "".join(f"{line}\n" for line in lines)
+    path.write_text(before + start + text + end + after, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -71,8 +71,9 @@ def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
 
 
 def machine() -> str:
-    """One line on what this runs on."""
+    """Describe in one line what this runs on."""
+    count = torch.get_num_threads()
     return (
-        f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads,"
+        f"{platform.processor() or platform.machine()}, {count} thread{'s' * (count > 1)},"
         f" Python {platform.python_version()}, torch {torch.__version__}"
     )

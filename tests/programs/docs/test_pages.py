@@ -8,7 +8,6 @@ test: new program -->`` another program begins. A program that imports what is n
 skipped.
 """
 
-import ast
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -143,22 +142,13 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
-    texts = [
-        text
-        for path in (ROOT / "lightning_memmap").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if (text := written_text(node))
-    ]
-    messages = re.findall(r"^### `(.+)`$", PAGES["docs/troubleshooting.md"], re.MULTILINE)
-    assert len(messages) > 20
-    for message in messages:
-        pattern = re.compile(".*".join(re.escape(part.strip()) for part in message.split("...")))
-        assert any(pattern.search(text) for text in texts), message
-
-
-def written_text(node: ast.AST) -> str:
-    """A string of a program, with one sign in place of each value in it; empty for other nodes."""
-    if isinstance(node, ast.JoinedStr):
-        return "".join(written_text(value) or "?" for value in node.values)
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+@pytest.mark.parametrize(
+    ("page", "start", "end"),
+    [("README.md", "## Why not", "## What is"), ("docs/benchmarks.md", "## Figures", "## What")],
+)
+def test_figures_are_those_of_the_benchmarks(page: str, start: str, end: str) -> None:
+    figures = re.compile(r"[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
+    measured = (ROOT / "tests/programs/benchmarks/README.md").read_text(encoding="utf-8")
+    shown = figures.findall(PAGES[page].partition(start)[2].partition(end)[0])
+    assert len(shown) > 5
+    assert not set(shown) - set(figures.findall(measured))
