@@ -1,35 +1,79 @@
 """Names that the README and the pages of ``docs/`` leave to their reader."""
 
+import random
+import tarfile
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_memmap import MemmapDataModule
+from tests.programs.docs.checks import (
+    check_collate,
+    check_loss_by_rows,
+    check_mask_tokens,
+    check_rows_differ,
+    check_scores,
+    check_to_sample,
+    epoch_of,
+    num_rows,
+)
 from tests.support.models import Points, Regression
 
 __all__ = [
     "L",
     "MemmapDataModule",
     "Model",
+    "MyData",
     "augment",
+    "check_collate",
+    "check_loss_by_rows",
+    "check_mask_tokens",
+    "check_rows_differ",
+    "check_scores",
+    "check_to_sample",
     "compose",
     "data",
     "epoch_of",
     "model",
+    "my_data",
+    "normalize",
     "np",
+    "num_rows",
+    "old_collate",
     "test",
     "torch",
     "train",
+    "train_loader",
     "val",
+    "val_loader",
+    "write_images",
+    "write_tars",
 ]
 
 Model = Regression
 model = Regression()
 train, val, test = Points(480), Points(96, offset=480), Points(96, offset=576)
 data = MemmapDataModule(train, val, test, test, store_dir="stores/prelude", batch_size=8)
+train_loader = DataLoader(train, batch_size=16, shuffle=True, drop_last=True)
+val_loader = DataLoader(val, batch_size=32)
+
+
+class MyData(L.LightningDataModule):
+    """An existing data module."""
+
+    def train_dataloader(self) -> Any:
+        return train_loader
+
+    def val_dataloader(self) -> Any:
+        return [val_loader]
+
+
+my_data = MyData()
 
 
 def augment(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -37,13 +81,48 @@ def augment(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**batch, "x": batch["x"] + torch.randn_like(batch["x"]) / 100}
 
 
-def compose(image: object, mask: object) -> dict[str, object]:
+def normalize(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A batch transform of images."""
+    return {**batch, "image": batch["image"] / 255}
+
+
+class Compose:
     """A per-sample callable with the interface of an Albumentations ``Compose``."""
-    return {"image": image, "mask": mask}
+
+    def __call__(self, image: Any, bboxes: Any, labels: Any) -> dict[str, Any]:
+        image = image[:, ::-1] if self.random.random() < 0.5 else image
+        return {"image": image, "bboxes": bboxes[1:], "labels": labels[1:]}
+
+    def set_random_seed(self, seed: int) -> None:
+        self.random = random.Random(seed)
 
 
-def epoch_of(data: MemmapDataModule) -> list[Any]:
-    """The training batches of an epoch."""
-    data.prepare_data()
-    data.setup("fit")
-    return list(data.train_dataloader())
+compose = Compose()
+
+
+def old_collate(samples: list[dict[str, Tensor]]) -> Any:
+    """A ``collate_fn`` that packs the steps of its samples."""
+    steps = [sample["steps"] for sample in samples]
+    labels = torch.stack([sample["label"] for sample in samples])
+    return torch.nn.utils.rnn.pack_sequence(steps, enforce_sorted=False), labels
+
+
+def write_images(folder: str, count: int = 48) -> None:
+    """Write a folder of images of several sizes, with a folder for each class."""
+    from PIL import Image
+
+    for row in range(count):
+        path = Path(folder, f"class_{row % 3}", f"{row}.jpeg")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40 + row, 48), (5 * row, 0, 0)).save(path)
+
+
+def write_tars() -> None:
+    """Write the tar files ``ds-000.tar`` and ``ds-001.tar``, of 10 samples each."""
+    write_images("tars", 1)
+    Path("label").write_text("1")
+    for name in ("ds-000", "ds-001"):
+        with tarfile.open(f"{name}.tar", "w") as tar:
+            for row in range(10):
+                tar.add("tars/class_0/0.jpeg", f"{name[3:]}{row}.jpg")
+                tar.add("label", f"{name[3:]}{row}.cls")

@@ -1,0 +1,103 @@
+"""What the programs of the pages must do: checks of functions that they define."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.loading import Padded
+from lightning_memmap.transforms import RowRandom
+
+
+def epoch_of(data: MemmapDataModule) -> list[Any]:
+    """Return the training batches of an epoch."""
+    data.prepare_data()
+    data.setup("fit")
+    return list(data.train_dataloader())
+
+
+def num_rows(data: MemmapDataModule) -> int:
+    """Return the number of training rows in an epoch."""
+    return sum(len(batch["x"]) for batch in epoch_of(data))
+
+
+def check_rows_differ(transform: Callable[..., dict[str, Tensor]]) -> None:
+    """Check that a transform of images draws the numbers of each row, in any batch."""
+    images = torch.arange(192.0).view(4, 3, 4, 4) / 192
+    whole = transform({"image": images}, RowRandom(range(4)))["image"]
+    part = transform({"image": images[1:3]}, RowRandom([1, 2]))["image"]
+    torch.testing.assert_close(whole[1:3], part)
+    assert whole.shape == images.shape
+
+
+def check_mask_tokens(mask_tokens: Callable[..., dict[str, Tensor]], mask: int) -> None:
+    """Check that tokens are masked where they have a label, and padding nowhere."""
+    ids = torch.arange(40).view(4, 10)
+    batch = {"ids": Padded(ids, torch.tensor([3, 10, 7, 1]))}
+    masked = mask_tokens(batch, RowRandom(range(4)))
+    assert masked["attention_mask"].sum() == 21
+    assert ((masked["labels"] == ids) == (masked["input_ids"] == mask)).all()
+
+
+def check_collate(transform: Any) -> None:
+    """Check that a transform calls `old_collate` with the rows of a batch."""
+    data = MemmapDataModule(
+        [{"steps": torch.ones(1 + row % 7, 2), "label": row % 3} for row in range(96)],
+        store_dir="stores/sequences",
+        batch_size=8,
+        layout={"steps": "list"},
+        transform=transform,
+    )
+    steps, labels = epoch_of(data)[0]
+    assert len(labels) == 8
+    assert steps.batch_sizes[0] == 8
+
+
+def check_to_sample(to_sample: Callable[..., dict[str, Any]]) -> None:
+    """Check that the labels of a prompt are masked."""
+
+    class Tokenizer:
+        eos_token_id = 0
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return [1] * add_special_tokens + list(text.encode())
+
+    sample = to_sample(Tokenizer(), "a: ", "bc")
+    assert sample["labels"] == [-100] * 4 + [98, 99, 0]
+    assert len(sample["tokens"]) == 7
+
+
+def check_loss_by_rows(loss_by_rows: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Check that a loss is the mean of its values for two halves of a batch."""
+    logits = torch.randn(4, 6, 5)
+    labels = torch.tensor([[1] * 6, [1] * 2 + [-100] * 4] * 2)
+    first, second = (loss_by_rows(logits[half], labels[half]) for half in (slice(2), slice(2, 4)))
+    torch.testing.assert_close(loss_by_rows(logits, labels), (first + second) / 2)
+
+
+def check_scores(
+    forgetting: Callable[[Any], Tensor],
+    moving_average: Callable[[Any], Tensor],
+    margin: Callable[[Any], Tensor],
+    el2n: Callable[[Any], Tensor],
+) -> None:
+    """Check the scores of three rows in four epochs against their definitions."""
+    labels = torch.tensor([0, 1, 1])
+    logits = torch.randn(4, 3, 2)
+    correct = logits.argmax(-1) == labels
+    columns = {"logits": logits, "label": labels.expand(4, 3), "correct": correct}
+    table = TensorDict({**columns, "row_loss": torch.rand(4, 3)}, (4, 3))
+    events = [sum(a and not b for a, b in pairwise(row)) for row in correct.T.tolist()]
+    assert forgetting(table).tolist() == events
+    of_label = logits[:, range(3), labels]
+    expected = (of_label - logits[:, range(3), 1 - labels]).mean(0)
+    torch.testing.assert_close(margin(table), expected)
+    errors = logits.softmax(-1) - torch.eye(2)[labels]
+    torch.testing.assert_close(el2n(table), errors.square().sum(-1).sqrt().mean(0))
+    weights = torch.tensor([1, 2, 4, 8.0])
+    expected = (weights[:, None] * table["row_loss"]).sum(0) / 15
+    torch.testing.assert_close(moving_average(table), expected)
