@@ -71,14 +71,6 @@ def check_to_sample(to_sample: Callable[..., dict[str, Any]]) -> None:
     assert len(sample["tokens"]) == 7
 
 
-def check_loss_by_rows(loss_by_rows: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Check that a loss is the mean of its values for two halves of a batch."""
-    logits = torch.randn(4, 6, 5)
-    labels = torch.tensor([[1] * 6, [1] * 2 + [-100] * 4] * 2)
-    first, second = (loss_by_rows(logits[half], labels[half]) for half in (slice(2), slice(2, 4)))
-    torch.testing.assert_close(loss_by_rows(logits, labels), (first + second) / 2)
-
-
 def check_scores(
     forgetting: Callable[[Any], Tensor],
     moving_average: Callable[[Any], Tensor],

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from lightning_memmap import MemmapDataModule
 from tests.programs.docs.checks import (
     check_collate,
-    check_loss_by_rows,
     check_mask_tokens,
     check_rows_differ,
     check_scores,
@@ -31,7 +30,6 @@ __all__ = [
     "MyData",
     "augment",
     "check_collate",
-    "check_loss_by_rows",
     "check_mask_tokens",
     "check_rows_differ",
     "check_scores",
