@@ -40,7 +40,16 @@ _ROWS_AT_ONCE = 2**18
 class TableSampler(Sampler):
     """An order whose rows are looked up in a table of the epoch.
 
-    A subclass is a frozen dataclass that implements ``offsets``.
+    A subclass is a frozen dataclass that implements ``offsets``. For example, an order in which the
+    rows of each shard are reversed::
+
+        @dataclass(frozen=True)
+        class ReversedSampler(TableSampler):
+            def offsets(self, epoch, shard):
+                return np.arange(self.pool.sizes[shard])[::-1]
+
+
+        data = MemmapDataModule(..., sampler=lambda pool, seed: ReversedSampler(pool))
 
     Args:
         pool: The rows of each shard: ``pool.sizes[shard]`` rows for ``counts[shard]`` positions.

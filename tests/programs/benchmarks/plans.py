@@ -142,13 +142,12 @@ def find_place(trial: Trial, num_rows: int, count: int, memory: str, host: str) 
     store = make_planned_manifest(trial.row_bytes, num_rows)
     machine = Machine.of(memory, host, 0.7)
     if 2 * trial.text_bytes > trial.row_bytes:  # It stays in host memory.
-        fits = store.num_bytes <= machine.host_budget
-        return "in host memory" if fits else "read ahead from disk"
+        return "host" if store.num_bytes <= machine.host_budget else "disk"
     use = plan_memory({"": store}, count, machine)
-    devices = "on the GPU" if count == 1 else "on the GPUs"
+    devices = "GPU" if count == 1 else "GPUs"
     if use.residency == "auto":
-        return f"{use.on_devices / store.num_bytes:.0%} {devices}, rest in host memory"
-    return {"device": devices, "host": "in host memory"}.get(use.residency, "read ahead from disk")
+        return f"{use.on_devices / store.num_bytes:.0%} {devices}, rest host"
+    return {"device": devices, "host": "host"}.get(use.residency, "disk")
 
 
 def main() -> None:

@@ -1,11 +1,9 @@
 """What the programs of the pages must do: checks of functions that they define."""
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
@@ -23,6 +21,14 @@ def epoch_of(data: MemmapDataModule) -> list[Any]:
 def num_rows(data: MemmapDataModule) -> int:
     """Return the number of training rows in an epoch."""
     return sum(len(batch["x"]) for batch in epoch_of(data))
+
+
+def check_little_padding(data: MemmapDataModule, field: str) -> None:
+    """Check that an epoch has all 480 rows of a field, and little padding."""
+    batches = [batch[field] for batch in epoch_of(data)]
+    assert sum(len(batch.lengths) for batch in batches) == 480
+    num_items = sum(int(batch.lengths.sum()) for batch in batches)
+    assert sum(batch.values.numel() for batch in batches) < 1.2 * num_items
 
 
 def check_rows_differ(transform: Callable[..., dict[str, Tensor]]) -> None:
@@ -69,27 +75,3 @@ def check_to_sample(to_sample: Callable[..., dict[str, Any]]) -> None:
     sample = to_sample(Tokenizer(), "a: ", "bc")
     assert sample["labels"] == [-100] * 4 + [98, 99, 0]
     assert len(sample["tokens"]) == 7
-
-
-def check_scores(
-    forgetting: Callable[[Any], Tensor],
-    moving_average: Callable[[Any], Tensor],
-    margin: Callable[[Any], Tensor],
-    el2n: Callable[[Any], Tensor],
-) -> None:
-    """Check the scores of three rows in four epochs against their definitions."""
-    labels = torch.tensor([0, 1, 1])
-    logits = torch.randn(4, 3, 2)
-    correct = logits.argmax(-1) == labels
-    columns = {"logits": logits, "label": labels.expand(4, 3), "correct": correct}
-    table = TensorDict({**columns, "row_loss": torch.rand(4, 3)}, (4, 3))
-    events = [sum(a and not b for a, b in pairwise(row)) for row in correct.T.tolist()]
-    assert forgetting(table).tolist() == events
-    of_label = logits[:, range(3), labels]
-    expected = (of_label - logits[:, range(3), 1 - labels]).mean(0)
-    torch.testing.assert_close(margin(table), expected)
-    errors = logits.softmax(-1) - torch.eye(2)[labels]
-    torch.testing.assert_close(el2n(table), errors.square().sum(-1).sqrt().mean(0))
-    weights = torch.tensor([1, 2, 4, 8.0])
-    expected = (weights[:, None] * table["row_loss"]).sum(0) / 15
-    torch.testing.assert_close(moving_average(table), expected)
