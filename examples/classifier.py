@@ -1,4 +1,4 @@
-"""The steps of a classifier, which several examples share."""
+"""The steps of a classifier, shared by small examples; `examples.digits` has all in one file."""
 
 from typing import Any, Literal
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from jsonargparse import auto_cli
 from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
 
-from examples.classifier import Classifier
 from examples.data.digits import Digits
 from examples.networks import convolution
 from lightning_memmap import MemmapDataModule
@@ -69,7 +69,7 @@ class ShiftAndNormalize(Normalize):
         return super().forward({**batch, "image": shifted})
 
 
-class DigitsClassifier(Classifier):
+class DigitsClassifier(L.LightningModule):
     """A small convolutional network for grey images of 10 classes, of any size from 8x8.
 
     Args:
@@ -78,8 +78,11 @@ class DigitsClassifier(Classifier):
     """
 
     def __init__(self, lr: float = 2e-3, width: int = 16) -> None:
-        super().__init__(10, lr)
+        super().__init__()
         self.save_hyperparameters()
+        self.lr = lr
+        self.val_accuracy = MulticlassAccuracy(10, average="micro")
+        self.test_accuracy = MulticlassAccuracy(10, average="micro")
         self.network = nn.Sequential(
             convolution(1, width),
             convolution(width, 2 * width),
@@ -93,6 +96,34 @@ class DigitsClassifier(Classifier):
     def forward(self, image: Tensor) -> Tensor:
         """Logits of shape (B, 10) for normalised float32 images of shape (B, 1, H, W)."""
         return self.network(image)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Compute the cross-entropy of a batch, logged as ``train_loss``."""
+        loss = F.cross_entropy(self(batch["image"]), batch["label"])
+        rows = len(batch["label"])
+        self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=rows)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Log ``val_loss`` and ``val_accuracy``."""
+        logits = self(batch["image"])
+        loss = F.cross_entropy(logits, batch["label"])
+        self.val_accuracy(logits, batch["label"])
+        self.log("val_loss", loss, sync_dist=True, batch_size=len(logits))
+        self.log("val_accuracy", self.val_accuracy, prog_bar=True)
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Log ``test_accuracy``."""
+        self.test_accuracy(self(batch["image"]), batch["label"])
+        self.log("test_accuracy", self.test_accuracy)
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Predict the most likely class of each row, int64 of shape (B,)."""
+        return torch.argmax(self(batch["image"]), dim=1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Adam."""
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
 
 
 def main(devices: int = 4, max_epochs: int = 10) -> None:

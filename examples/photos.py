@@ -16,10 +16,11 @@ on its device.
 
 import lightning as L
 import torch
+import torch.nn.functional as F
 from jsonargparse import auto_cli
 from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
 
-from examples.classifier import Classifier
 from examples.data.photographs import CLASSES, Photos
 from examples.networks import convolution
 from lightning_memmap import MemmapDataModule
@@ -74,7 +75,7 @@ class RandomCropAndFlip(CropAndNormalize):
         return {**batch, "image": normalize(torch.where(mirrored, chosen.flip(-1), chosen))}
 
 
-class PhotoClassifier(Classifier):
+class PhotoClassifier(L.LightningModule):
     """A small convolutional network for images of three channels and four classes.
 
     Args:
@@ -83,8 +84,11 @@ class PhotoClassifier(Classifier):
     """
 
     def __init__(self, lr: float = 2e-3, width: int = 16) -> None:
-        super().__init__(len(CLASSES), lr)
+        super().__init__()
         self.save_hyperparameters()
+        self.lr = lr
+        self.val_accuracy = MulticlassAccuracy(len(CLASSES), average="micro")
+        self.test_accuracy = MulticlassAccuracy(len(CLASSES), average="micro")
         self.network = nn.Sequential(
             # Smooth: rounding would move all pixels of a plain sky over the edge of a ReLU.
             convolution(3, width, 2, nn.SiLU),
@@ -98,6 +102,34 @@ class PhotoClassifier(Classifier):
     def forward(self, image: Tensor) -> Tensor:
         """Logits of shape (B, 4) for normalised images of shape (B, 3, H, W)."""
         return self.network(image)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Compute the cross-entropy of a batch, logged as ``train_loss``."""
+        loss = F.cross_entropy(self(batch["image"]), batch["label"])
+        rows = len(batch["label"])
+        self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=rows)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Log ``val_loss`` and ``val_accuracy``."""
+        logits = self(batch["image"])
+        loss = F.cross_entropy(logits, batch["label"])
+        self.val_accuracy(logits, batch["label"])
+        self.log("val_loss", loss, sync_dist=True, batch_size=len(logits))
+        self.log("val_accuracy", self.val_accuracy, prog_bar=True)
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Log ``test_accuracy``."""
+        self.test_accuracy(self(batch["image"]), batch["label"])
+        self.log("test_accuracy", self.test_accuracy)
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Predict the most likely class of each row, int64 of shape (B,)."""
+        return torch.argmax(self(batch["image"]), dim=1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Adam."""
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
 
 
 def main(

@@ -38,6 +38,8 @@ __all__ = [
     "compose",
     "data",
     "epoch_of",
+    "make_graphs",
+    "make_photos",
     "model",
     "my_data",
     "normalize",
@@ -104,6 +106,33 @@ def old_collate(samples: list[dict[str, Tensor]]) -> Any:
     steps = [sample["steps"] for sample in samples]
     labels = torch.stack([sample["label"] for sample in samples])
     return torch.nn.utils.rnn.pack_sequence(steps, enforce_sorted=False), labels
+
+
+def make_photos() -> list[dict[str, Any]]:
+    """Make images with one to three objects."""
+    return [
+        {
+            "image": torch.full((3, 32, 32), row, dtype=torch.uint8),
+            "objects": [
+                {"box": [4.0 * i, 4.0 * i, 4.0 * i + 8, 4.0 * i + 8], "label": i}
+                for i in range(1 + row % 3)
+            ],
+        }
+        for row in range(96)
+    ]
+
+
+def make_graphs() -> list[dict[str, Any]]:
+    """Make rings of 3 to 7 nodes."""
+    rings = [torch.arange(3 + row % 5) for row in range(96)]
+    return [
+        {
+            "x": torch.rand(len(nodes), 4),
+            "edges": torch.stack([nodes, nodes.roll(-1)], dim=1),
+            "y": len(nodes) % 2,
+        }
+        for nodes in rings
+    ]
 
 
 def write_images(folder: str, count: int = 48) -> None:
