@@ -4,7 +4,8 @@ Otherwise, if a process differs or failed to set up, the others wait in a collec
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -64,3 +65,14 @@ def check_ranks_match(
             f"the processes must have the same {subject}, but differ in"
             f" {' | '.join(differing[:4])}{rest}. {remedy}"
         )
+
+
+@contextmanager
+def all_or_none() -> Iterator[None]:
+    """Raise on all ranks if one rank fails. All ranks must enter this context."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    check_ranks_match({}, error)

@@ -42,47 +42,16 @@ def _current_directory() -> str | None:
 _BEGAN_IN = _current_directory()
 
 
-def script_command(suffix: str) -> tuple[list[str], str | None]:
-    """Return the command that runs this program again, and the directory to run it in.
-
-    Args:
-        suffix: Under Hydra, it is added to the name of the job, by which its log is called.
-    """
+def script_command() -> tuple[list[str], str | None]:
+    """Return the command that runs this program again, and the directory to run it in."""
     main = sys.modules["__main__"]
-    directory = _BEGAN_IN
-    options: list[str] = []
-    if (job := _hydra_config()) is not None:
-        # With hydra.job.chdir=true, Hydra changes the directory before it calls the program.
-        directory = job.runtime.cwd
-        options = [
-            # All processes of a job have one output directory.
-            f"hydra.run.dir={_quoted(job.run.dir)}",
-            f"hydra.sweep.dir={_quoted(job.sweep.dir)}",
-            f"hydra.job.name={_quoted(job.job.name + suffix)}",
-            # The first process has written the config there.
-            "hydra.output_subdir=null",
-        ]
     if main.__spec__ is None:
         # The path in sys.argv is relative to where the program began, unlike this one.
         script = getattr(main, "__file__", None) or sys.argv[0]
-        program = [os.path.join(directory or "", script)]
+        program = [os.path.join(_BEGAN_IN or "", script)]
     else:
         program = ["-m", main.__spec__.name]
-    return [sys.executable, *program, *sys.argv[1:], *options], directory
-
-
-def _hydra_config() -> Any:
-    """Return the part of Hydra's config about this job; None without Hydra."""
-    core = sys.modules.get("hydra.core.hydra_config")
-    if core is None or not core.HydraConfig.initialized():
-        return None
-    return core.HydraConfig.get()
-
-
-def _quoted(value: str) -> str:
-    """Quote a text for Hydra's grammar of overrides."""
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
+    return [sys.executable, *program, *sys.argv[1:]], _BEGAN_IN
 
 
 def share_threads(num_processes: int) -> None:

@@ -12,12 +12,12 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_memmap.callbacks.ranks import all_or_none, is_first_with_its_rows
+from lightning_memmap.callbacks.ranks import is_first_with_its_rows
 from lightning_memmap.data.splits import check_store_name
 from lightning_memmap.errors import SchemaError, StoreError, with_article
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.nested import children_of
-from lightning_memmap.ranks import check_ranks_match, gather_from_ranks
+from lightning_memmap.ranks import all_or_none, check_ranks_match, gather_from_ranks
 from lightning_memmap.sampling.rows import default_shards
 from lightning_memmap.schema.fields import Values
 from lightning_memmap.schema.forms import Declared, read_declared

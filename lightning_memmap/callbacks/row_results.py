@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memmap.callbacks.ranks import all_or_none, is_first_with_its_rows
+from lightning_memmap.callbacks.ranks import is_first_with_its_rows
 from lightning_memmap.errors import SchemaError, with_article
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.placement.topology import find_data_parallel_rank
+from lightning_memmap.ranks import all_or_none
 from lightning_memmap.results.folder import ResultFolder, Run, digest_of
 from lightning_memmap.results.parts import PartHeader, PartWriter, RowSlots
 from lightning_memmap.results.row_log import logged_rows, take_logged_rows

@@ -34,7 +34,7 @@ class Variant:
         """The variant as ``--variants`` takes it."""
         return self.strategy if self.loader == "memmap" else f"{self.strategy}+{self.loader}"
 
-    def trainer_options(self, devices: int) -> dict[str, Any]:
+    def variant_options(self, devices: int) -> dict[str, Any]:
         """Return the Trainer options of this variant; ``auto`` uses one device."""
         strategy: Any = self.strategy
         if strategy == "model_parallel":
@@ -103,7 +103,7 @@ RunKind = Literal["check", "timed"]
 
 #: Options of the Trainer that a config may set for all variants. The comparison sets all other
 #: options itself, because they could make variants differ.
-TRAINER_OPTIONS = (
+SHARED_TRAINER_OPTIONS = (
     "accelerator", "precision", "gradient_clip_val", "gradient_clip_algorithm", "deterministic",
     "benchmark", "sync_batchnorm",
 )  # fmt: skip
@@ -202,7 +202,9 @@ def shared_config(path: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]
     if type(sections.get("seed_everything")) is not int:
         sections["seed_everything"] = 0
     options = config.get("trainer") or {}
-    shared = {name: options[name] for name in TRAINER_OPTIONS if options.get(name) is not None}
-    unused = [f"trainer.{name}" for name in options if name not in TRAINER_OPTIONS]
+    shared = {
+        name: options[name] for name in SHARED_TRAINER_OPTIONS if options.get(name) is not None
+    }
+    unused = [f"trainer.{name}" for name in options if name not in SHARED_TRAINER_OPTIONS]
     unused += [name for name in config if name not in (*_SECTIONS, "trainer")]
     return sections, shared, unused

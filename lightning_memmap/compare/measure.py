@@ -21,8 +21,8 @@ from typing_extensions import override
 
 from lightning_memmap._compat.tensors import dense_parts, storage_id
 from lightning_memmap.compare.config import RunSpec
+from lightning_memmap.compare.figures import STEP_PARTS, RankRecord
 from lightning_memmap.compare.folder import WEIGHTS
-from lightning_memmap.compare.metrics import PARTS, RankRecord
 from lightning_memmap.compare.parity import MODULUS
 from lightning_memmap.compare.weights import digest_weights, save_weights, squared_distance
 from lightning_memmap.data.module import MemmapDataModule
@@ -96,12 +96,12 @@ class StepClock(Profiler):
         self.is_on = True
 
     def steps(self) -> list[dict[str, float]]:
-        """Return the seconds of each of `PARTS` of each step. They add up to the whole step."""
+        """Return the seconds of each of `STEP_PARTS`, which add up to the step."""
         if self._steps and isinstance(end := self._steps[-1][-1][1], torch.Event):
             end.synchronize()
         steps = []
         for moments in self._steps:
-            seconds = dict.fromkeys(PARTS, 0.0)
+            seconds = dict.fromkeys(STEP_PARTS, 0.0)
             for (part, start), (_, stop) in pairwise(moments):
                 seconds[part] += _seconds_between(start, stop)
             steps.append(seconds)
@@ -197,7 +197,7 @@ class RunCallback(L.Callback, ABC):
         self._first_batch_s = nan
 
     @abstractmethod
-    def measured(self, trainer: L.Trainer) -> dict[str, Any]:
+    def measure(self, trainer: L.Trainer) -> dict[str, Any]:
         """Return further fields of the record, after the last step. All ranks must call this."""
 
     @override
@@ -243,7 +243,7 @@ class RunCallback(L.Callback, ABC):
             first_batch_s=self._first_batch_s,
             processes=process_memory(),
             peaks=device_peaks(),
-            **self.measured(trainer),
+            **self.measure(trainer),
         )
         path = Path(self.spec.out) / f"rank{trainer.global_rank}.json"
         path.write_text(json.dumps(asdict(record)), encoding="utf-8")
@@ -267,7 +267,7 @@ class TimedCallback(RunCallback):
             self._clock.end_step()
 
     @override
-    def measured(self, trainer: L.Trainer) -> dict[str, Any]:
+    def measure(self, trainer: L.Trainer) -> dict[str, Any]:
         return {"steps": self._clock.steps()}
 
 
@@ -297,14 +297,14 @@ class CheckCallback(RunCallback):
             self._state_bytes = model_bytes(trainer.optimizers)
 
     @override
-    def measured(self, trainer: L.Trainer) -> dict[str, Any]:
+    def measure(self, trainer: L.Trainer) -> dict[str, Any]:
         placement = self.data.placement
         num_devices = 1 if placement is None else len(placement.topology.data_devices)
         num_hashes = 1 if self.data.transform is None else num_devices
         # A loader may have prefetched further batches: only steps that were trained count.
         starts = range(0, num_hashes * len(self._losses), num_hashes)
         return {
-            "num_parts": getattr(trainer.strategy, "num_parts", 1),
+            "num_separate_batches": getattr(trainer.strategy, "num_separate_batches", 1),
             "state_bytes": self._state_bytes,
             "hashes": [sum(self._hashes[start : start + num_hashes]) % MODULUS for start in starts],
             **self._compare_weights(trainer),

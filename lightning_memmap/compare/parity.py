@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from lightning_memmap.compare.metrics import RankRecord, Ranks, group_by_data_rank
+from lightning_memmap.compare.figures import RankRecord, Ranks, group_by_data_rank
 from lightning_memmap.loading.nested import named_leaves
 from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.loading.super_batch import SuperBatch
@@ -103,16 +103,17 @@ class Parity:
     """How a variant's check run differs from the reference."""
 
     holds: bool
-    rows: list[int]
+    #: The number of steps, and of all steps.
+    steps_with_equal_rows: list[int]
     loss_difference: float | None = None
     weight_difference: float | None = None
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
-def count_parts(ranks: Ranks) -> int:
+def count_separate_batches(ranks: Ranks) -> int:
     """Count the parts of a step's rows that go through the module separately."""
-    return sum(group[0].num_parts for group in group_by_data_rank(ranks))
+    return sum(group[0].num_separate_batches for group in group_by_data_rank(ranks))
 
 
 def global_losses(ranks: Ranks) -> list[float]:
@@ -159,16 +160,16 @@ def check_parity(
         problems.append("a loss is missing or not finite")
     elif loss_difference > tolerance:
         problems.append(f"losses differ by {loss_difference:.1e}; {tolerance:.0e} is allowed")
-    num_parts = count_parts(ranks)
-    if problems and num_parts > 1 and not notes:
+    num_separate_batches = count_separate_batches(ranks)
+    if problems and num_separate_batches > 1 and not notes:
         notes.append(
-            f"a step's rows go through the model in {num_parts} parts: losses that aren't a plain"
-            " mean over rows, such as contrastive ones, and random operations, such as F.dropout,"
-            " will differ"
+            f"a step's rows go through the model in {num_separate_batches} parts: losses that"
+            " aren't a plain mean over rows, such as contrastive ones, and random operations, such as"
+            " F.dropout, will differ"
         )
     return Parity(
         holds=not problems,
-        rows=[len(expected) - len(wrong), len(expected)],
+        steps_with_equal_rows=[len(expected) - len(wrong), len(expected)],
         loss_difference=loss_difference,
         weight_difference=weight_difference,
         problems=problems,

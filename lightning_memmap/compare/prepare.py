@@ -17,8 +17,13 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_memmap.arguments import training_parser
-from lightning_memmap.compare.loaders import CPU, PlainCollate, StoredRows, normalized_datamodule
 from lightning_memmap.compare.parity import hash_batch
+from lightning_memmap.compare.variant_data import (
+    CPU,
+    PlainCollate,
+    StoredRows,
+    comparable_datamodule,
+)
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.loading.transform import BatchTransform, DeviceTransform
@@ -71,7 +76,7 @@ def prepare(config: dict[str, Any], devices: int, num_steps: int) -> dict[str, A
     environment = describe_environment()
     # A seed would be set here, in a process that trains nothing.
     cli = ModelAndData({key: value for key, value in config.items() if key != "seed_everything"})
-    data, expected = prepare_store(normalized_datamodule(cli.datamodule), devices, num_steps)
+    data, expected = prepare_store(comparable_datamodule(cli.datamodule), devices, num_steps)
     norms = {
         type(module).__name__ for module in cli.model.modules() if isinstance(module, _BATCH_NORMS)
     }

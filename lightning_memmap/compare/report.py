@@ -11,8 +11,8 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from lightning_memmap.compare.figures import FIGURES, NO_LOAD, SPEED, TABLES, Figure
 from lightning_memmap.compare.folder import REPORT_SCHEMA
-from lightning_memmap.compare.metrics import METRICS, NO_LOAD, SPEED, TABLES, Metric
 from lightning_memmap.compare.parity import Parity
 from lightning_memmap.tables import (
     BAD,
@@ -66,10 +66,10 @@ class Report:
     interrupted: bool = False
     schema: str = REPORT_SCHEMA
     #: Increases when a field changes its meaning or is removed.
-    schema_version: int = 3
+    schema_version: int = 4
 
     @property
-    def measured(self) -> list[VariantResult]:
+    def timed_variants(self) -> list[VariantResult]:
         """The variants that were timed, the fastest first."""
         timed = (result for result in self.variants if result.rates)
         return sorted(timed, key=lambda result: -median(result.rates))
@@ -97,7 +97,7 @@ class Report:
             "parity_holds": self.parity_holds,
             "exit_code": self.exit_code,
             "metrics": {
-                key: f"{metric.label}: {metric.meaning}" for key, metric in METRICS.items()
+                key: f"{figure.label}: {figure.meaning}" for key, figure in FIGURES.items()
             },
             **asdict(self),
         }
@@ -121,7 +121,7 @@ _PARITY = {
 }
 #: The meanings of all columns, by label.
 MEANINGS = {label: meaning for label, meaning in _PARITY.items() if meaning} | {
-    metric.label: metric.meaning for metric in METRICS.values()
+    figure.label: figure.meaning for figure in FIGURES.values()
 }
 _STATUS = {
     "refused": text("not supported", UNSURE),
@@ -160,7 +160,10 @@ def parity_table(report: Report) -> TitledTable:
     rows = [
         [
             text(variant),
-            text("{}/{}".format(*parity.rows), "" if len({*parity.rows}) == 1 else BAD),
+            text(
+                "{}/{}".format(*parity.steps_with_equal_rows),
+                "" if len({*parity.steps_with_equal_rows}) == 1 else BAD,
+            ),
             _difference(parity.loss_difference, tolerance),
             _difference(parity.weight_difference, tolerance),
             text("equal", GOOD) if parity.holds else text("DIFFERS", BAD),
@@ -214,15 +217,15 @@ def _loss(values: list[float | None]) -> Text:
 
 def figure_table(report: Report, key: str) -> TitledTable:
     """Make one of `TABLES`, with the measured variants and the figures that any of them has."""
-    keys = {name for result in report.measured for name in result.figures}
-    metrics = [metric for metric in METRICS.values() if metric.table == key and metric.key in keys]
+    keys = {name for result in report.timed_variants for name in result.figures}
+    figures = [figure for figure in FIGURES.values() if figure.table == key and figure.key in keys]
     rows = [
-        [text(result.variant), *(_cell(metric, result) for metric in metrics)]
-        for result in report.measured
+        [text(result.variant), *(_cell(figure, result) for figure in figures)]
+        for result in report.timed_variants
     ]
-    notes = [text(note, UNSURE) for note in _noise(report)] if key == METRICS[SPEED].table else ()
-    labels = ["variant", *(metric.label for metric in metrics)]
-    return TitledTable(TABLES[key], make_table(labels, rows if metrics else []), notes)
+    notes = [text(note, UNSURE) for note in _noise(report)] if key == FIGURES[SPEED].table else ()
+    labels = ["variant", *(figure.label for figure in figures)]
+    return TitledTable(TABLES[key], make_table(labels, rows if figures else []), notes)
 
 
 def _noise(report: Report) -> Iterator[str]:
@@ -234,13 +237,15 @@ def _noise(report: Report) -> Iterator[str]:
             f"The machine was busy, with a load of {load:.1f} on {cores} cores before the runs, so"
             " these speeds are unreliable. Repeat when it is idle"
         )
-    spread = max((max(result.rates) / min(result.rates) for result in report.measured), default=1.0)
+    spread = max(
+        (max(result.rates) / min(result.rates) for result in report.timed_variants), default=1.0
+    )
     if spread > _NOISY_SPREAD:
         yield (
             f"runs of the same variant differ by up to {spread - 1:.0%}, so smaller differences"
             " between variants are noise"
         )
-    for result in report.measured:
+    for result in report.timed_variants:
         fraction = median(result.figures.get(NO_LOAD, [0.0]))
         if fraction > _NOISY_FRACTION:
             yield (
@@ -250,14 +255,14 @@ def _noise(report: Report) -> Iterator[str]:
             )
 
 
-def _cell(metric: Metric, result: VariantResult) -> Text:
-    values = result.figures.get(metric.key)
+def _cell(figure: Figure, result: VariantResult) -> Text:
+    values = result.figures.get(figure.key)
     if not values:
         return _UNKNOWN
     spread = ""
-    if metric.key == SPEED and len(values) > 1:
-        spread = f" ({metric.format(min(values))}..{metric.format(max(values))})"
-    return text(metric.format(median(values)) + spread)
+    if figure.key == SPEED and len(values) > 1:
+        spread = f" ({figure.format(min(values))}..{figure.format(max(values))})"
+    return text(figure.format(median(values)) + spread)
 
 
 def missing_table(report: Report) -> TitledTable:

@@ -26,17 +26,17 @@ from lightning_memmap.compare.config import (
     parse_variants,
     shared_config,
 )
+from lightning_memmap.compare.figures import NO_LOAD, SPEED, RankRecord, compute_figures
 from lightning_memmap.compare.folder import VARIANTS, WEIGHTS, check_folder, clear_folder
-from lightning_memmap.compare.loaders import STORES
-from lightning_memmap.compare.metrics import NO_LOAD, SPEED, RankRecord, compute_figures
 from lightning_memmap.compare.parity import (
     check_parity,
-    count_parts,
+    count_separate_batches,
     default_tolerance,
     global_losses,
 )
 from lightning_memmap.compare.prepare import describe_devices, prepare
 from lightning_memmap.compare.report import IN_PLACE, Report, VariantResult
+from lightning_memmap.compare.variant_data import STORES
 from lightning_memmap.errors import describe_error
 from lightning_memmap.logged_process import LoggedProcess
 
@@ -49,7 +49,7 @@ class RunError(Exception):
         self.refused = refused
 
 
-def run(spec: RunSpec, timeout_s: float) -> list[RankRecord]:
+def run_in_processes(spec: RunSpec, timeout_s: float) -> list[RankRecord]:
     """Run a variant in new processes, and return their records by rank.
 
     Raises:
@@ -100,14 +100,14 @@ class Comparison:
         self._options = options
         self._console = console
         self._command = command
-        self._config, self._trainer, self._unused = shared_config(options.config)
+        self._config, self._trainer_options, self._unused = shared_config(options.config)
         self._out = Path(options.out)
         self._results = {
             variant: VariantResult(variant.name) for variant in parse_variants(options.variants)
         }
         #: The records of the reference's check run, and the file of its weights.
         self._reference: list[RankRecord] | None = None
-        self._weights: Path | None = None
+        self._weights_path: Path | None = None
 
     def run(self) -> Report:
         """Run all variants and return the report, unwritten. Ctrl-C keeps what is finished."""
@@ -119,14 +119,14 @@ class Comparison:
                 for variant in by_reference:
                     # An ideal loader replays one batch: there is nothing to check.
                     if variant.loader != "ideal":
-                        self._run(variant, "check")
+                        self._run_variant(variant, "check")
             finally:
-                if self._weights is not None:
-                    self._weights.unlink(missing_ok=True)
+                if self._weights_path is not None:
+                    self._weights_path.unlink(missing_ok=True)
             # Variants alternate, so that changes in the machine's load affect all of them.
             for repeat in range(1, self._options.repeats + 1):
                 for variant in self._results:
-                    self._run(variant, f"timed{repeat}")
+                    self._run_variant(variant, f"timed{repeat}")
         except KeyboardInterrupt:
             self._report.interrupted = True
             self._console.print("[yellow]interrupted: the report has what is finished[/]")
@@ -138,8 +138,8 @@ class Comparison:
         options = self._options
         started_s = monotonic()
         check_folder(self._out)
-        wants_gpu = self._trainer.get("accelerator", "auto") in ("auto", "gpu", "cuda")
-        precision = str(self._trainer.get("precision", "32-true"))
+        wants_gpu = self._trainer_options.get("accelerator", "auto") in ("auto", "gpu", "cuda")
+        precision = str(self._trainer_options.get("precision", "32-true"))
         tolerance = options.tolerance
         facts = prepare(self._config, options.devices, options.check_steps)
         expected = facts.pop("expected")
@@ -167,12 +167,12 @@ class Comparison:
         options = self._options
         settings = self._report.settings
         is_timed = name != "check"
-        variant_options = variant.trainer_options(options.devices)
+        variant_options = variant.variant_options(options.devices)
         return RunSpec(
             kind="timed" if is_timed else "check",
             config=self._config,
             trainer={
-                **self._trainer,
+                **self._trainer_options,
                 "accelerator": settings["accelerator"],
                 **variant_options,
             },
@@ -184,14 +184,14 @@ class Comparison:
             steps=options.steps if is_timed else options.check_steps,
             transform_is_random=self._report.data["transform_is_random"],
             out=str(self._out.resolve() / VARIANTS / variant.name / name),
-            reference=None if self._weights is None else str(self._weights),
+            reference=None if self._weights_path is None else str(self._weights_path),
         )
 
     def _print_outcome(self, title: str, outcome: str, started_s: float) -> None:
         seconds = f"[dim]{monotonic() - started_s:.1f} s[/]"
         self._console.print(f"{escape(title):<42} {outcome}  {seconds}", soft_wrap=True)
 
-    def _run(self, variant: Variant, name: str) -> None:
+    def _run_variant(self, variant: Variant, name: str) -> None:
         """Run a variant, unless an earlier run of it failed. A failure does not end the others."""
         result = self._results[variant]
         if result.status != "pending":
@@ -202,7 +202,7 @@ class Comparison:
         outcome = "[red]interrupted[/]"
         try:
             with self._console.status(escape(title)):
-                records = run(spec, self._options.timeout_s)
+                records = run_in_processes(spec, self._options.timeout_s)
             if spec.kind == "check":
                 self._compare(result, records, Path(spec.out))
             figures = compute_figures(records, spec.kind)
@@ -215,7 +215,7 @@ class Comparison:
         finally:
             self._print_outcome(title, outcome, started_s)
             shutil.rmtree(Path(spec.out) / STORES, ignore_errors=True)
-            if Path(spec.out) / WEIGHTS != self._weights:
+            if Path(spec.out) / WEIGHTS != self._weights_path:
                 # A reference that failed: the next variant takes its place.
                 (Path(spec.out) / WEIGHTS).unlink(missing_ok=True)
 
@@ -241,22 +241,26 @@ class Comparison:
             self._reference or records,
             self._expected,
             self._report.settings["tolerance"],
-            notes=self._notes(count_parts(records)),
+            notes=self._notes(count_separate_batches(records)),
         )
         result.check_losses = [loss if isfinite(loss) else None for loss in global_losses(records)]
         if self._reference is None:
             self._reference = records
-            self._weights = out / WEIGHTS
+            self._weights_path = out / WEIGHTS
             self._report.reference = result.variant
 
-    def _notes(self, num_parts: int) -> Sequence[str]:
+    def _notes(self, num_separate_batches: int) -> Sequence[str]:
         batch_norms = self._report.model["batch_norms"]
-        if not batch_norms or num_parts == 1 or self._trainer.get("sync_batchnorm"):
+        if (
+            not batch_norms
+            or num_separate_batches == 1
+            or self._trainer_options.get("sync_batchnorm")
+        ):
             return []
         return [
-            f"the model has {', '.join(batch_norms)}: a step's rows are normalised in {num_parts}"
-            " parts (processes, replicas, micro-batches), which is a different training. Use"
-            " GroupNorm, or sync_batchnorm with several processes on GPUs, to train the same"
+            f"the model has {', '.join(batch_norms)}: a step's rows are normalised in"
+            f" {num_separate_batches} parts (processes, replicas, micro-batches), which is a different"
+            " training. Use GroupNorm, or sync_batchnorm with several processes on GPUs, to train the same"
         ]
 
     def _finish(self) -> None:

@@ -16,16 +16,16 @@ from torch import nn
 
 from lightning_memmap.callbacks import StepSeeder
 from lightning_memmap.compare.config import RunSpec, parse_variants
-from lightning_memmap.compare.loaders import (
-    MappedLoader,
-    batch_size_of,
-    make_replayed,
-    normalized_datamodule,
-    variant_datamodule,
-)
 from lightning_memmap.compare.measure import HAS_TRAINED, CheckCallback, TimedCallback
 from lightning_memmap.compare.parity import HashedTransform, hash_batch
 from lightning_memmap.compare.prepare import RunCLI
+from lightning_memmap.compare.variant_data import (
+    MappedLoader,
+    batch_size_of,
+    comparable_datamodule,
+    make_replayed,
+    variant_datamodule,
+)
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.schema.forms import use_center_crops
@@ -53,7 +53,7 @@ def write_error(out: Path, error: BaseException) -> None:
     (out / f"error-{os.getpid()}.json").write_text(json.dumps(content), encoding="utf-8")
 
 
-def trainer_options(spec: RunSpec) -> dict[str, Any]:
+def all_trainer_options(spec: RunSpec) -> dict[str, Any]:
     """Return all options of the Trainer of a run."""
     return {
         "logger": False,
@@ -72,8 +72,8 @@ def trainer_options(spec: RunSpec) -> dict[str, Any]:
 
 def train(spec: RunSpec) -> None:
     """Train a variant and write the record of this process. Every rank runs it."""
-    cli = RunCLI({**spec.config, "trainer": trainer_options(spec)})
-    train_variant(spec, cli.trainer, cli.model, normalized_datamodule(cli.datamodule))
+    cli = RunCLI({**spec.config, "trainer": all_trainer_options(spec)})
+    train_variant(spec, cli.trainer, cli.model, comparable_datamodule(cli.datamodule))
 
 
 def train_variant(
@@ -100,11 +100,11 @@ def train_variant(
         data, variant, spec.global_batch, spec.out, transform_here=is_check
     )
     # A variant that builds its own store also has its own data module.
-    measured = trained if isinstance(trained, MemmapDataModule) else data
+    datamodule_to_measure = trained if isinstance(trained, MemmapDataModule) else data
     trainer.callbacks.append(
-        CheckCallback(spec, measured, hashes)
+        CheckCallback(spec, datamodule_to_measure, hashes)
         if is_check
-        else TimedCallback(spec, measured, trainer)
+        else TimedCallback(spec, datamodule_to_measure, trainer)
     )
     trainer.fit(model, datamodule=trained)
 

@@ -16,7 +16,7 @@ fsdp2                   memmap_fsdp2
   sharding/states         whole and sharded states, for checkpoints
 pipeline                memmap_pipeline
   pipelining/cut          the stages of each process
-  pipelining/run          batches go through them (scheduled_stage)
+  pipelining/stage_pipeline          batches go through them (scheduled_stage)
   pipelining/exchange     what processes exchange otherwise
   pipelining/known_gradients  losses whose gradients were computed before ``backward``
 independent             memmap_independent
@@ -40,7 +40,6 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from lightning_memmap._compat.registry import name_our_strategies
 from lightning_memmap.strategies.data_parallel import DataParallelStrategy
 from lightning_memmap.strategies.fsdp2 import FSDP2Strategy
 from lightning_memmap.strategies.independent import IndependentStrategy
@@ -91,4 +90,3 @@ def register() -> None:
     for name, strategy, description in STRATEGIES:
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, strategy, description=description)
-    name_our_strategies(name for name, *_ in STRATEGIES)

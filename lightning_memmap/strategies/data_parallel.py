@@ -81,10 +81,10 @@ class DataParallelStrategy(OneProcess):
     def data_topology(self) -> DataTopology:
         """The devices that hold the data; with several replicas, batches are not assembled."""
         topology = super().data_topology
-        return topology if self.num_parts == 1 else replace(topology, assemble_on=None)
+        return topology if self.num_separate_batches == 1 else replace(topology, assemble_on=None)
 
     @property
-    def num_parts(self) -> int:
+    def num_separate_batches(self) -> int:
         """The number of replicas, each of which computes a part of the rows."""
         return len(self.data_devices)
 
@@ -97,9 +97,9 @@ class DataParallelStrategy(OneProcess):
                 " optimizers; train with memmap_superbatch, memmap_superbatch_ddp or ddp"
             )
         check_replicable(module, self.data_devices)
-        if self._layer_sync is not None and self.num_parts > 1:
+        if self._layer_sync is not None and self.num_separate_batches > 1:
             raise ValueError(
-                f"sync_batchnorm=True with {self.num_parts} replicas: memmap_dp computes"
+                f"sync_batchnorm=True with {self.num_separate_batches} replicas: memmap_dp computes"
                 " batch norm on the rows of each; omit it, use group or layer norm, or"
                 " memmap_superbatch, whose batch norm is over all rows of a step"
             )
@@ -108,7 +108,7 @@ class DataParallelStrategy(OneProcess):
         self.overrides.set(module, TRANSFER_HOOK, transfer_hook_except(module, SuperBatch))
         self._last_step = ""
         self._lengths = {}
-        if self.num_parts > 1:
+        if self.num_separate_batches > 1:
             # Lightning calls the steps of a wrapped module through this attribute.
             self.overrides.set(self, "_forward_redirection", self._step)
             self.model = Replicas(module, self.data_devices)
@@ -123,7 +123,7 @@ class DataParallelStrategy(OneProcess):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        if not isinstance(batch, SuperBatch) or self.num_parts == 1:
+        if not isinstance(batch, SuperBatch) or self.num_separate_batches == 1:
             return super().batch_to_device(batch, device, dataloader_idx)
 
         batches = []

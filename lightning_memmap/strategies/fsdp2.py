@@ -31,10 +31,10 @@ from lightning_memmap._compat.modules import set_device_attribute
 from lightning_memmap.errors import check_integer
 from lightning_memmap.strategies.common.checkpoints import (
     METADATA,
-    check_target,
+    check_replaceable,
     partial_path,
     put_in_place,
-    remove,
+    remove_path,
 )
 from lightning_memmap.strategies.common.split_module import SplitModule
 from lightning_memmap.strategies.sharding.shard import (
@@ -444,8 +444,8 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
             return
         target = Path(self.broadcast(filepath))
         partial = partial_path(target)
-        self._on_first_rank(lambda: check_target(target))
-        self._on_first_rank(lambda: remove(partial))
+        self._on_first_rank(lambda: check_replaceable(target))
+        self._on_first_rank(lambda: remove_path(partial))
         try:
             super().save_checkpoint(checkpoint, partial, storage_options)
             # By then rank 0 has written everything that isn't sharded.
@@ -453,7 +453,7 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         except BaseException:
             if self.is_global_zero:
                 with suppress(OSError):
-                    remove(partial)
+                    remove_path(partial)
             raise
 
     def _on_first_rank(self, action: Callable[[], None]) -> None:

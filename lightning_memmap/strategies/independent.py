@@ -50,7 +50,7 @@ class IndependentStrategy(WeightedLoss, OneNode):
     strategy_name = "memmap_independent"
     #: Members have no common result that could be compared with another strategy's.
     trains_one_model = False
-    what_it_is = "starts the processes of its members"
+    runs_how = "starts the processes of its members"
     advice = (
         f"on another machine, start the program with {MEMBER_VARIABLE}=<member> for each of its"
         " members; to train one model in all processes, use strategy='memmap_superbatch_ddp'"

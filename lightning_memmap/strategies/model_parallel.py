@@ -87,13 +87,13 @@ def cut_into_stages(module: nn.Module, devices: Sequence[torch.device]) -> list[
             f" Trainer(devices={len(groups)}), or divide it into more"
         )
     loads = [sum(p.nbytes for p in nn.ModuleList(group).parameters()) for group in groups]
-    bounds = even_cut(loads, len(devices))
+    bounds = balanced_bounds(loads, len(devices))
     layers = [list(chain(*groups[start:stop])) for start, stop in pairwise(bounds)]
     parameters_by_stage(module, [*map(nn.ModuleList, layers)])
     return list(zip(devices, layers, strict=True))
 
 
-def even_cut(loads: Sequence[int], num_stages: int) -> list[int]:
+def balanced_bounds(loads: Sequence[int], num_stages: int) -> list[int]:
     """Cut a sequence into contiguous stages so that the largest sum is as small as possible."""
     sums = [0, *accumulate(loads)]
 

@@ -25,22 +25,26 @@ from lightning_memmap._compat.modules import is_called_in
 from lightning_memmap._compat.tensors import after_backward
 from lightning_memmap.errors import check_integer
 from lightning_memmap.process_group import broadcast
-from lightning_memmap.strategies.common.checked import STEPS
+from lightning_memmap.strategies.common.base import STEPS
 from lightning_memmap.strategies.common.split_module import SplitModule
 from lightning_memmap.strategies.common.stages import module_tensors
 from lightning_memmap.strategies.pipelining.cut import cut_module, keep_local
 from lightning_memmap.strategies.pipelining.exchange import (
     average_gradients,
     gather_entries,
+    gather_module_state,
     local_state,
     local_weights,
-    module_state,
 )
 from lightning_memmap.strategies.pipelining.known_gradients import (
     loss_with_gradients,
     separate_gradients,
 )
-from lightning_memmap.strategies.pipelining.run import SCHEDULES, StagePipeline, check_schedule
+from lightning_memmap.strategies.pipelining.stage_pipeline import (
+    SCHEDULES,
+    StagePipeline,
+    check_schedule,
+)
 
 
 class PipelineStrategy(SplitModule, DDPStrategy):
@@ -132,7 +136,7 @@ class PipelineStrategy(SplitModule, DDPStrategy):
     @override
     def set_world_ranks(self) -> None:
         super().set_world_ranks()
-        check_schedule(self._schedule, self.num_parts, self.sizes[1])
+        check_schedule(self._schedule, self.num_separate_batches, self.sizes[1])
 
     @override
     def setup_environment(self) -> None:
@@ -146,7 +150,7 @@ class PipelineStrategy(SplitModule, DDPStrategy):
         return self.global_rank
 
     @property
-    def num_parts(self) -> int:
+    def num_separate_batches(self) -> int:
         """Micro-batches of a batch."""
         return self._num_microbatches or 2 * self.sizes[1]
 
@@ -190,15 +194,17 @@ class PipelineStrategy(SplitModule, DDPStrategy):
         stages = cut_module(module, size, interleaved, self.precision_plugin.forward_context)
         self.precision_plugin.convert_module(module)
         local = keep_local(module, stages, self._ranks[1], size, self.root_device)
-        self.copies = self._group_of("dp")
+        self.data_parallel_group = self._group_of("dp")
         for tensor in chain.from_iterable(map(module_tensors, local.values())):
-            broadcast(tensor, dist.get_global_rank(self.copies, 0), self.copies)
+            broadcast(
+                tensor, dist.get_global_rank(self.data_parallel_group, 0), self.data_parallel_group
+            )
         self._pipeline = StagePipeline(
             module,
             local,
             len(stages),
             self._schedule,
-            self.num_parts,
+            self.num_separate_batches,
             self._group_of("pp"),
             self.root_device,
         )
@@ -240,8 +246,8 @@ class PipelineStrategy(SplitModule, DDPStrategy):
         because a schedule interleaves them, and returns a loss whose gradients are known.
         """
         self._module_loss = self.module.loss
-        self.overrides.set(self.module, "forward", self._forward)
-        self.overrides.set(self.module, "loss", self._loss)
+        self.overrides.set(self.module, "forward", self._evaluate_or_record)
+        self.overrides.set(self.module, "loss", self._train_pipeline)
         # The norm is over the gradients of all stages, and precision plugins see one process.
         self.overrides.set(self.precision_plugin, "clip_grad_by_norm", self._clip_grad_by_norm)
         for child in self.module.modules():
@@ -261,7 +267,7 @@ class PipelineStrategy(SplitModule, DDPStrategy):
 
     # Steps
 
-    def _forward(self, *args: Any) -> Any:
+    def _evaluate_or_record(self, *args: Any) -> Any:
         """Run the pipeline for ``self(inputs)``, or in training record the inputs for the loss."""
         if not is_called_in(self.module, STEPS):
             raise RuntimeError(
@@ -275,7 +281,7 @@ class PipelineStrategy(SplitModule, DDPStrategy):
         assert self._pipeline is not None
         return self._pipeline.evaluate(args, num_rows)
 
-    def _loss(self, output: Any, batch: Any) -> Any:
+    def _train_pipeline(self, output: Any, batch: Any) -> Any:
         """Run the forward and backward pass of the pipeline for ``self.loss(output, batch)``."""
         if not isinstance(output, _PendingOutput):
             return self._module_loss(output, batch)
@@ -285,7 +291,7 @@ class PipelineStrategy(SplitModule, DDPStrategy):
         trained = dict.fromkeys(p for p in local if p.requires_grad)
         with separate_gradients(local) as grads:
             mean = self._pipeline.train(
-                output.args, output.num_rows, batch, self._micro_loss, self.items_by_row
+                output.args, output.num_rows, batch, self._checked_loss, self.items_by_row
             )
 
         def note_backward() -> None:
@@ -295,7 +301,7 @@ class PipelineStrategy(SplitModule, DDPStrategy):
 
         return loss_with_gradients(mean, grads, note_backward)
 
-    def _micro_loss(self, output: Any, batch: Any) -> Tensor:
+    def _checked_loss(self, output: Any, batch: Any) -> Tensor:
         with self.precision_plugin.forward_context():
             loss = self._module_loss(output, batch)
         if not isinstance(loss, Tensor) or loss.ndim:
@@ -338,7 +344,7 @@ class PipelineStrategy(SplitModule, DDPStrategy):
         """Return the state of the whole module on rank 0, {} on others. All ranks must call it."""
         if self._ranks[0] != 0:
             return {}
-        return module_state(self.module, self._group_of("pp"), self.root_device)
+        return gather_module_state(self.module, self._group_of("pp"), self.root_device)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -44,7 +44,7 @@ class SuperBatchStrategy(OneProcess):
         """Log once that only the first of the Trainer's GPUs computes."""
         idle = {device for device in self.data_devices if device.type != "cpu"}
         idle.discard(self.root_device)
-        if self._explicit is None and idle and not self._has_noted_idle_devices:
+        if self._chosen_devices is None and idle and not self._has_noted_idle_devices:
             self._has_noted_idle_devices = True
             rank_zero_info(
                 f"{self.strategy_name}: the model trains on {self.root_device}, and the"

@@ -8,8 +8,8 @@ import yaml
 
 from lightning_memmap import TarDataset, open_store
 from lightning_memmap.cli import main
-from lightning_memmap.compare.loaders import normalized_datamodule
 from lightning_memmap.compare.prepare import prepare_store
+from lightning_memmap.compare.variant_data import comparable_datamodule
 from lightning_memmap.data.module import MemmapDataModule
 from tests.store.sources.test_tar_dataset import FIELDS, image_members, write_tar
 from tests.support.datasets import DECODE, HEIGHT, WIDTH, EncodedImages
@@ -127,6 +127,6 @@ def test_comparison_expects_decoded_images(tmp_path: Path) -> None:
             batch_size=4,
             decode=None if decoded else DECODE,
         )
-        hashes.append(prepare_store(normalized_datamodule(data), 2, 4)[1])
+        hashes.append(prepare_store(comparable_datamodule(data), 2, 4)[1])
     assert hashes[0] == hashes[1]
     assert len(set(hashes[0])) == 4

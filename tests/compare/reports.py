@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning_memmap.compare.config import parse_variants
-from lightning_memmap.compare.metrics import PARTS, RankRecord, compute_figures
+from lightning_memmap.compare.figures import STEP_PARTS, RankRecord, compute_figures
 from lightning_memmap.compare.parity import Parity
 from lightning_memmap.compare.report import Report, VariantResult
 
@@ -24,7 +24,7 @@ def timed_rank(
     step_s = GLOBAL_BATCH / rate / (num_shares or size)
     found: dict[str, Any] = {
         "data_rank": rank if data_rank is None else data_rank,
-        "steps": [dict.fromkeys(PARTS, step_s / len(PARTS))] * STEPS,
+        "steps": [dict.fromkeys(STEP_PARTS, step_s / len(STEP_PARTS))] * STEPS,
         "first_batch_s": 0.5 + rank,
         "processes": {str(100 + rank): [200 * MIB, 100 * MIB]},
     }
@@ -50,7 +50,7 @@ def make_parity(**values: Any) -> Parity:
     return Parity(
         **{
             "holds": True,
-            "rows": [10, 10],
+            "steps_with_equal_rows": [10, 10],
             "loss_difference": 1e-7,
             "weight_difference": 2e-7,
             **values,

@@ -11,12 +11,12 @@ from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.compare.config import RunKind, RunSpec, parse_variants
+from lightning_memmap.compare.figures import RankRecord
 from lightning_memmap.compare.folder import WEIGHTS
-from lightning_memmap.compare.metrics import RankRecord
 from lightning_memmap.compare.parity import Parity, check_parity
 from lightning_memmap.compare.prepare import prepare, prepare_store
 from lightning_memmap.compare.runner import read_records
-from lightning_memmap.compare.worker import train, train_variant, trainer_options
+from lightning_memmap.compare.worker import all_trainer_options, train, train_variant
 from lightning_memmap.loading.row_random import RowRandom
 from tests.support.models import ACCELERATOR_VARIABLE, Points, Regression
 
@@ -96,7 +96,7 @@ def make_spec(
 ) -> RunSpec:
     # The first check run in a folder is the reference.
     reference = options.pop("reference", None) or next(path.glob(f"*-check/{WEIGHTS}"), None)
-    chosen = parse_variants(variant)[0].trainer_options(DEVICES)
+    chosen = parse_variants(variant)[0].variant_options(DEVICES)
     accelerator = os.environ.get(ACCELERATOR_VARIABLE, "cpu")
     trainer = {"accelerator": accelerator, **chosen, **options.pop("trainer", {})}
     values = {
@@ -154,7 +154,7 @@ def check_run(
     L.seed_everything(3)
     options = {"store_dir": path / "stores", "batch_size": BATCH_SIZE, **options}
     data = data_class(rows or Points(ROWS), drop_last=True, **options)
-    made = L.Trainer(**trainer_options(spec))
+    made = L.Trainer(**all_trainer_options(spec))
     train_variant(spec, made, make_model(), data)
     made.strategy.barrier()  # Every process has written its record.
     return result_of(Path(spec.out))

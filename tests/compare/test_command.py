@@ -133,7 +133,7 @@ def test_variants_are_compared_and_the_report_tells_what_each_costs(tmp_path: Pa
     assert not list((tmp_path / "out").glob("variants/*/*/stores"))
     for variant in (auto, ddp, first_epoch):
         assert variant["parity"]["holds"] is True
-        assert variant["parity"]["rows"] == [6, 6]
+        assert variant["parity"]["steps_with_equal_rows"] == [6, 6]
         assert len(variant["check_losses"]) == 6
         assert variant["figures"]["samples_per_s"][0] > 0
     # Sums of other parts of the batch are rounded otherwise: not the same floats, but near them.

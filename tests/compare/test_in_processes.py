@@ -76,14 +76,16 @@ def test_strategies_of_several_processes_are_found_to_agree(tmp_path: Path) -> N
         for strategy, parity in check_runs_parity(tmp_path, {"auto": auto[name], **checks}).items():
             assert (strategy, parity.problems, parity.notes) == (strategy, [], [])
             assert parity.holds is True
-            assert parity.rows == [STEPS, STEPS]
+            assert parity.steps_with_equal_rows == [STEPS, STEPS]
         assert [len(check.ranks) for check in checks.values()] == [2] * len(checks)
         # By default a pipeline of two processes has four micro-batches.
-        parts = {strategy: check.ranks[0].num_parts for strategy, check in checks.items()}
+        parts = {
+            strategy: check.ranks[0].num_separate_batches for strategy, check in checks.items()
+        }
         assert parts == {**dict.fromkeys(STRATEGIES, 1), "memmap_pipeline": 4}
     fault = result_of(tmp_path / "fault" / "ddp-check")
     parity = check_runs_parity(tmp_path, {"auto": auto["fault"], "ddp": fault})["ddp"]
     assert parity.holds is False
     # The rows are right. What is made of them is not.
-    assert parity.rows == [STEPS, STEPS]
+    assert parity.steps_with_equal_rows == [STEPS, STEPS]
     assert any("losses differ" in problem for problem in parity.problems)

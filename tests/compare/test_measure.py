@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from lightning_memmap.compare import measure
+from lightning_memmap.compare.figures import STEP_PARTS
 from lightning_memmap.compare.measure import (
     StepClock,
     device_peaks,
     model_bytes,
     process_memory,
 )
-from lightning_memmap.compare.metrics import PARTS
 
 
 @pytest.fixture
@@ -66,9 +66,9 @@ def test_parts_are_those_of_the_trainers_actions(tick: list[float]) -> None:
         "optimizer": 16.0,
         "other": 169.0,
     }
-    assert [*first] == [*PARTS]
+    assert [*first] == [*STEP_PARTS]
     spent = {"forward": 1.0, "backward": 3.0, "optimizer": 5.0}
-    assert second == {**dict.fromkeys(PARTS, 0.0), **spent}
+    assert second == {**dict.fromkeys(STEP_PARTS, 0.0), **spent}
 
 
 def test_model_bytes_counts_each_memory_once() -> None:

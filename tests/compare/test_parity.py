@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memmap.compare.metrics import RankRecord
+from lightning_memmap.compare.figures import RankRecord
 from lightning_memmap.compare.parity import check_parity, global_losses
 from lightning_memmap.compare.weights import digest_weights, save_weights, squared_distance
 from tests.compare.reports import GLOBAL_BATCH, check_rank
@@ -73,7 +73,7 @@ def test_reference_and_an_equal_run_have_no_difference(checks: Checks) -> None:
         assert parity.holds is True
         assert parity.problems == []
         assert (parity.loss_difference, parity.weight_difference) == (0, 0)
-        assert parity.rows == [3, 3]
+        assert parity.steps_with_equal_rows == [3, 3]
 
 
 def test_differences_are_relative_to_loss_and_to_the_way_of_the_weights(checks: Checks) -> None:

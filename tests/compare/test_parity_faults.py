@@ -47,7 +47,7 @@ def test_strategy_that_does_the_same_is_found_to_agree(
     for variant, parity in check_runs_parity(tmp_path, checks).items():
         assert (variant, parity.problems, parity.notes) == (variant, [], [])
         assert parity.holds is True
-        assert parity.rows == [STEPS, STEPS]
+        assert parity.steps_with_equal_rows == [STEPS, STEPS]
 
 
 class Taught(Regression):
@@ -75,7 +75,7 @@ def test_batches_are_counted_where_each_has_steps_of_several_optimizers(tmp_path
     checks = {variant: check_run(tmp_path, variant, Taught) for variant in variants}
     for parity in check_runs_parity(tmp_path, checks).values():
         assert parity.problems == []
-        assert parity.rows == [STEPS, STEPS]
+        assert parity.steps_with_equal_rows == [STEPS, STEPS]
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
@@ -86,7 +86,7 @@ def test_rows_that_are_cast_on_their_way_to_the_model_are_the_same_rows(
     trainer = {"precision": precision}
     checks = {variant: check_run(tmp_path, variant, trainer=trainer) for variant in variants}
     for parity in check_runs_parity(tmp_path, checks).values():
-        assert parity.rows == [STEPS, STEPS]
+        assert parity.steps_with_equal_rows == [STEPS, STEPS]
 
 
 class Drawing(Regression):
@@ -274,7 +274,7 @@ def test_transform_that_depends_on_the_device_is_found(tmp_path: Path) -> None:
     for parity in others:
         assert parity.holds is False
         # The rows are right. What is made of them is not.
-        assert parity.rows == [STEPS, STEPS]
+        assert parity.steps_with_equal_rows == [STEPS, STEPS]
         assert any("losses differ" in problem for problem in parity.problems)
 
 
@@ -285,7 +285,7 @@ def test_other_gradients_are_found(tmp_path: Path) -> None:
     }
     parity = check_runs_parity(tmp_path, checks)["faulty"]
     assert parity.holds is False
-    assert parity.rows == [STEPS, STEPS]
+    assert parity.steps_with_equal_rows == [STEPS, STEPS]
     assert any("weights differ" in problem for problem in parity.problems)
 
 
@@ -317,12 +317,12 @@ def test_loss_that_depends_on_how_rows_are_divided_is_found(
 ) -> None:
     variants = ("auto", "memmap_superbatch", "memmap_dp", "memmap_dp+workers0")
     checks = {variant: check_run(tmp_path, variant, make) for variant in variants}
-    assert [check.ranks[0].num_parts for check in checks.values()] == [1, 1, 2, 2]
+    assert [check.ranks[0].num_separate_batches for check in checks.values()] == [1, 1, 2, 2]
     *whole, divided, loaded = check_runs_parity(tmp_path, checks).values()
     assert [parity.holds for parity in whole] == [True, True]
     for parity in (divided, loaded):
         assert parity.holds is False
-        assert parity.rows == [STEPS, STEPS]
+        assert parity.steps_with_equal_rows == [STEPS, STEPS]
         assert any("losses differ" in problem for problem in parity.problems)
 
 
@@ -342,4 +342,4 @@ def test_dataset_whose_rows_change_is_found(tmp_path: Path) -> None:
     stored, loaded = check_runs_parity(tmp_path, checks).values()
     assert stored.holds is True
     assert loaded.holds is False
-    assert loaded.rows == [0, STEPS]
+    assert loaded.steps_with_equal_rows == [0, STEPS]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from markupsafe import escape
 
-from lightning_memmap.compare.metrics import TABLES
+from lightning_memmap.compare.figures import TABLES
 from lightning_memmap.compare.parity import Parity
 from lightning_memmap.compare.report import Report, VariantResult, render_html
 from tests.compare.reports import MODEL, make_parity, make_report, make_variant

@@ -14,11 +14,11 @@ from rich.console import Console
 
 from lightning_memmap.compare import command, runner
 from lightning_memmap.compare.config import ComparisonOptions, RunSpec
+from lightning_memmap.compare.figures import RankRecord
 from lightning_memmap.compare.folder import WEIGHTS
 from lightning_memmap.compare.measure import HAS_TRAINED
-from lightning_memmap.compare.metrics import RankRecord
 from lightning_memmap.compare.report import Report
-from lightning_memmap.compare.runner import Comparison, RunError, run
+from lightning_memmap.compare.runner import Comparison, RunError, run_in_processes
 from lightning_memmap.compare.worker import write_error
 from tests.compare.reports import (
     DATA,
@@ -58,11 +58,11 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, F
                     initial=digests,
                     final=digests,
                     squared_distance=0.0,
-                    num_parts=2 if spec.variant == "memmap_dp" else 1,
+                    num_separate_batches=2 if spec.variant == "memmap_dp" else 1,
                 )
             ]
 
-        monkeypatch.setattr(runner, "run", run)
+        monkeypatch.setattr(runner, "run_in_processes", run)
         model = {**MODEL, "batch_norms": ["BatchNorm1d"]}
         facts = {"environment": {**ENVIRONMENT}, "data": DATA, "model": model}
         monkeypatch.setattr(runner, "prepare", lambda *args: {**facts, "expected": [1] * STEPS})
@@ -232,7 +232,7 @@ def test_run_that_takes_too_long_is_ended_and_says_so(
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     before = children()
     with pytest.raises(RunError, match=r"0\.3 s .*timeout_s") as error:
-        run(make_spec(tmp_path), 0.3)
+        run_in_processes(make_spec(tmp_path), 0.3)
     assert not error.value.refused
     assert children() <= before
 
@@ -256,7 +256,7 @@ def test_first_process_that_fails_says_why(
         os.utime(path, (index, index))
     # It has no model, so that it fails at once.
     with pytest.raises(RunError, match=words) as error:
-        run(spec, 100.0)
+        run_in_processes(spec, 100.0)
     assert error.value.refused is refused
 
 
@@ -298,4 +298,4 @@ def test_process_without_a_record_is_missed(
 
     monkeypatch.setattr(runner, "LoggedProcess", Ended)
     with pytest.raises(RunError, match=r"\[0\].*its last line"):
-        run(make_spec(tmp_path), 100.0)
+        run_in_processes(make_spec(tmp_path), 100.0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_memmap.compare.metrics import METRICS, compute_figures
+from lightning_memmap.compare.figures import FIGURES, compute_figures
 from lightning_memmap.compare.parity import Parity
 from lightning_memmap.compare.prepare import ModelAndData
 from tests.compare import runs
@@ -141,7 +141,7 @@ def test_timed_run_has_steps_parts_and_memory(tmp_path: Path, variant: str, mode
     assert (len(rank.losses), len(rank.steps)) == (2 + 6, 6)
     assert len(set(rank.losses)) > 1
     figures = compute_figures([rank], "timed")
-    on_cpu = {each.key for each in METRICS.values() if each.run == "timed" and each.compute}
+    on_cpu = {each.key for each in FIGURES.values() if each.run == "timed" and each.compute}
     assert on_cpu - {"device_peak_bytes"} <= set(figures)
     assert min(figures.values()) >= 0
     assert min(figures[f"{part}_s"] for part in ("forward", "backward", "optimizer")) > 0
@@ -188,4 +188,4 @@ def test_rows_that_differ_in_length_are_compared_without_their_padding(
     parities, _ = compare(tmp_path, (*VARIANTS, "memmap_dp"), sections)
     for parity in parities.values():
         assert parity.holds is True
-        assert parity.rows == [6, 6]
+        assert parity.steps_with_equal_rows == [6, 6]

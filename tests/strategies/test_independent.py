@@ -374,25 +374,14 @@ os.mkdir("out") if IndependentStrategy().member == 0 else None
 os.chdir("out")
 train()
 """
-WITH_HYDRA = """
-import hydra
-hydra.main(version_base=None)(lambda config: train())()
-"""
 
 
-@pytest.mark.parametrize("kind", ["changes directory", "hydra"])
-def test_program_that_changes_its_directory_runs_again_where_it_began(
-    tmp_path: Path, kind: str
-) -> None:
-    if kind == "hydra":
-        pytest.importorskip("hydra")
-    script = {"changes directory": CHANGES_DIRECTORY, "hydra": WITH_HYDRA}[kind]
-    (tmp_path / "train.py").write_text(TRAIN + script)
+def test_program_that_changes_its_directory_runs_again_where_it_began(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN + CHANGES_DIRECTORY)
     (tmp_path / "config").write_text("here")
-    given = ["hydra.job.chdir=true", "hydra.run.dir='out'", "+lr=0.1"] if kind == "hydra" else ["a"]
     paths = os.environ.get("PYTHONPATH", "")
     done = subprocess.run(
-        [sys.executable, "train.py", *given],
+        [sys.executable, "train.py", "argument"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{paths}", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -405,7 +394,7 @@ def test_program_that_changes_its_directory_runs_again_where_it_began(
     assert [result.status for result in results.members] == ["done", "done"]
     for member in range(2):
         arguments = (tmp_path / "out" / f"arguments_{member}").read_text().split()
-        assert arguments[: len(given)] == given
+        assert arguments[0] == "argument"
     assert {path.name for path in tmp_path.iterdir()} == {"train.py", "config", "out"}
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.strategies import LocalModelParallelStrategy
-from lightning_memmap.strategies.model_parallel import cut_into_stages, even_cut, move_stages
+from lightning_memmap.strategies.model_parallel import balanced_bounds, cut_into_stages, move_stages
 from tests.strategies.test_data_parallel import VAL, Base, Lbfgs, fit_one, make_data
 from tests.support.models import make_trainer, weights
 from tests.support.rows import CPU
@@ -317,7 +317,7 @@ def test_even_cut_has_the_smallest_largest_stage(seed: int) -> None:
     def largest(bounds: Sequence[int]) -> int:
         return max(sum(loads[a:b]) for a, b in itertools.pairwise(bounds))
 
-    found = even_cut(loads, num_stages)
+    found = balanced_bounds(loads, num_stages)
     assert (found[0], found[-1], len(found)) == (0, len(loads), num_stages + 1)
     assert found == sorted(set(found))
     cuts = itertools.combinations(range(1, len(loads)), num_stages - 1)

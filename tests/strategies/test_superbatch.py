@@ -1,6 +1,5 @@
 """What is particular to ``memmap_superbatch``: its devices, its batches, its configs."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading.super_batch import SuperBatch
-from lightning_memmap.strategies import STRATEGIES, SuperBatchStrategy
+from lightning_memmap.strategies import SuperBatchStrategy
 from tests.support.models import Points, Regression, make_trainer, weights
 from tests.support.rows import CPU, NumberedRows, joined, make_loader, rows_of
 
@@ -34,18 +33,6 @@ def fit(
 
 
 class TestName:
-    @pytest.mark.parametrize(
-        ("name", "near"), [("memmap_superbach", "memmap_superbatch"), ("dpp", "ddp")]
-    )
-    def test_misspelt_name_is_told_with_all_names(
-        self, tmp_path: Path, name: str, near: str
-    ) -> None:
-        with pytest.raises(ValueError, match=f"strategy='{name}'") as raised:
-            make_trainer(tmp_path, strategy=name)
-        words = re.findall(r"\w+", str(raised.value))
-        assert {near, "auto", "fsdp", *(each for each, *_ in STRATEGIES)} <= {*words}
-        assert words.count(near) == 2
-
     def test_other_kinds_of_strategies_are_checked_by_lightning(self, tmp_path: Path) -> None:
         assert make_trainer(tmp_path, strategy=SuperBatchStrategy()).strategy is not None
         for strategy in ("auto", "memmap_superbatch", "MEMMAP_SUPERBATCH"):

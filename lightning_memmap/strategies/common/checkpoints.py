@@ -43,9 +43,9 @@ class ReplacingCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        check_target(target)
+        check_replaceable(target)
         partial = partial_path(target)
-        remove(partial)
+        remove_path(partial)
         try:
             with open(partial, "wb") as file:
                 torch.save(checkpoint, file)
@@ -53,20 +53,20 @@ class ReplacingCheckpointIO(TorchCheckpointIO):
                 os.fsync(file.fileno())
             put_in_place(partial, target)
         except BaseException:
-            remove(partial)
+            remove_path(partial)
             raise
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
         target = _local_path(path)
-        if target is None or not is_folder(target):
+        if target is None or not is_checkpoint_folder(target):
             super().remove_checkpoint(path)
             return
         # A folder that is half removed could be mistaken for a checkpoint.
         partial = partial_path(target)
-        remove(partial)
+        remove_path(partial)
         os.rename(target, partial)
-        remove(partial)
+        remove_path(partial)
 
 
 class ReplacesCheckpoints(Strategy):
@@ -92,7 +92,7 @@ class ReplacesCheckpoints(Strategy):
     ) -> dict[str, Any]:
         """Load a file, or a folder to which processes have saved shards."""
         path = _local_path(checkpoint_path)
-        if path is not None and is_folder(path):
+        if path is not None and is_checkpoint_folder(path):
             return read_checkpoint_folder(path, weights_only)
         return super().load_checkpoint(checkpoint_path, *unless_none(weights_only))
 
@@ -102,14 +102,14 @@ def partial_path(target: Path) -> Path:
     return target.with_name(f".{target.name}.part")
 
 
-def is_folder(path: Path) -> bool:
+def is_checkpoint_folder(path: Path) -> bool:
     """Check whether a path is a checkpoint in a folder, and not any other folder."""
     return path.is_dir() and not path.is_symlink() and (path / METADATA).is_file()
 
 
-def check_target(target: Path) -> None:
+def check_replaceable(target: Path) -> None:
     """Raise IsADirectoryError where a checkpoint would replace a folder that isn't one."""
-    if target.is_dir() and not is_folder(target) and any(target.iterdir()):
+    if target.is_dir() and not is_checkpoint_folder(target) and any(target.iterdir()):
         raise IsADirectoryError(
             errno.EISDIR, "not a checkpoint: move it, or choose another path", str(target)
         )
@@ -123,18 +123,18 @@ def put_in_place(partial: Path, target: Path) -> None:
     if not os.path.lexists(target) or not (partial.is_dir() or target.is_dir()):
         os.replace(partial, target)
     elif _exchange(partial, target):
-        remove(partial)
+        remove_path(partial)
     else:
         # For a moment no checkpoint has the name, but the old one is kept.
         old = target.with_name(f".{target.name}.old")
-        remove(old)
+        remove_path(old)
         os.rename(target, old)
         os.rename(partial, target)
-        remove(old)
+        remove_path(old)
     sync_path(target.parent)
 
 
-def remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Remove a file or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

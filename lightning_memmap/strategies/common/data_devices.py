@@ -23,7 +23,7 @@ from lightning_memmap.schema.structure import Masked
 from lightning_memmap.strategies.common.seeded_steps import SeededSteps
 
 
-class SuperBatchMixin(SeededSteps):
+class DataDevices(SeededSteps):
     """A strategy whose super-batches are assembled on the root device before its steps."""
 
     #: Processes of the run that hold data on a device of this process.

@@ -12,15 +12,15 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override
 
 from lightning_memmap.placement.topology import check_device
-from lightning_memmap.strategies.common.checked import CheckedStrategy
+from lightning_memmap.strategies.common.base import MemmapStrategy
 from lightning_memmap.strategies.common.weighted_loss import WeightedLoss
 
 
-class OneNode(CheckedStrategy, SingleDeviceStrategy):
+class OneNode(MemmapStrategy, SingleDeviceStrategy):
     """A strategy on one machine, one of whose devices is the root device of this process."""
 
     #: Parts of error messages: what the strategy does, and what to do on several machines.
-    what_it_is: ClassVar[str]
+    runs_how: ClassVar[str]
     advice: ClassVar[str]
     # The Trainer sets these.
     cluster_environment: ClusterEnvironment | None = None
@@ -40,12 +40,12 @@ class OneNode(CheckedStrategy, SingleDeviceStrategy):
     def _configure_launcher(self) -> None:
         if self.num_nodes != 1:
             raise ValueError(
-                f"num_nodes={self.num_nodes}: {self.strategy_name} {self.what_it_is} on one"
+                f"num_nodes={self.num_nodes}: {self.strategy_name} {self.runs_how} on one"
                 f" machine; {self.advice}"
             )
         if self._is_one_of_several():
             raise ValueError(
-                f"strategy={self.strategy_name!r} {self.what_it_is}, but the program was launched"
+                f"strategy={self.strategy_name!r} {self.runs_how}, but the program was launched"
                 " in several processes (torchrun, srun or an earlier Trainer). Start it once;"
                 f" {self.advice}"
             )
@@ -72,7 +72,7 @@ class OneNode(CheckedStrategy, SingleDeviceStrategy):
 class OneProcess(WeightedLoss, OneNode):
     """A strategy of one process whose data devices are the Trainer's devices, or a list of them."""
 
-    what_it_is = "runs in a single process"
+    runs_how = "runs in a single process"
     advice = (
         "use strategy='memmap_superbatch_ddp', or Lightning's ddp, which trains one model in all"
         " processes; or, after another Trainer, call torch.distributed.destroy_process_group() and"
@@ -89,7 +89,9 @@ class OneProcess(WeightedLoss, OneNode):
             raise ValueError(
                 f"data_devices={data_devices!r}: pass a list of at least one device, or omit it"
             )
-        self._explicit = None if data_devices is None else [_device(name) for name in data_devices]
+        self._chosen_devices = (
+            None if data_devices is None else [_device(name) for name in data_devices]
+        )
 
     @override
     def check_devices(self) -> None:
@@ -99,7 +101,9 @@ class OneProcess(WeightedLoss, OneNode):
     @property
     def data_devices(self) -> tuple[torch.device, ...]:
         """The devices that hold shards and serve batches."""
-        return tuple(self.parallel_devices if self._explicit is None else self._explicit)
+        return tuple(
+            self.parallel_devices if self._chosen_devices is None else self._chosen_devices
+        )
 
 
 def _device(name: str | torch.device) -> torch.device:

@@ -1,5 +1,6 @@
 """Strategies of several processes: errors that name their cause, and means over all processes."""
 
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
@@ -8,24 +9,23 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memmap.placement.topology import find_data_parallel_rank
-from lightning_memmap.strategies.common.data_devices import SuperBatchMixin
-from lightning_memmap.strategies.common.failures import first_failure
-from lightning_memmap.strategies.common.same_rows import (
-    batch_digest,
-    may_repeat_rows,
-    warn_if_equal,
-)
+from lightning_memmap._compat.ddp import rendezvous_store
+from lightning_memmap.errors import describe_error
+from lightning_memmap.strategies.common.data_devices import DataDevices
+
+#: How long a process that has failed waits for the store in which failures are noted.
+_PATIENCE = timedelta(seconds=5)
+#: Part of gloo's error for a collective with a process that has ended.
+_IS_GONE = "by peer"
 
 
-class SeveralProcesses(SuperBatchMixin, ParallelStrategy):
+class SeveralProcesses(DataDevices, ParallelStrategy):
     """A strategy of several processes, each of which trains on different rows."""
 
     # Runs of all strategies of this program, which every process counts alike.
     _num_runs: ClassVar[int] = 0
-    _may_repeat_rows = False
     #: The data-parallel processes, which have the same buffers; None for all.
-    copies: dist.ProcessGroup | None = None
+    data_parallel_group: dist.ProcessGroup | None = None
 
     # The Trainer calls it once everything else is set.
     @override
@@ -50,46 +50,14 @@ class SeveralProcesses(SuperBatchMixin, ParallelStrategy):
         super().on_exception(exception)
         if not isinstance(exception, Exception) or not dist.is_initialized():
             return
-        cause = first_failure(self._num_runs, exception)
+        cause = report_failure(self._num_runs, exception)
         if cause is not None and exception.args and isinstance(exception.args[0], str):
             exception.args = (f"{exception.args[0]}\n{cause}", *exception.args[1:])
 
     @override
-    def process_dataloader(self, dataloader: object) -> object:
-        self._may_repeat_rows |= may_repeat_rows(dataloader)
-        return super().process_dataloader(dataloader)
-
-    @override
-    def batch_to_device(
-        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
-    ) -> Any:
-        # Before the module's transforms, which may be random.
-        if self.module.trainer.training:
-            self._compare_rows(batch)
-        return super().batch_to_device(batch, device, dataloader_idx)
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        # With ``dataloader_iter``, it is the batch of the step before.
-        if batch is not None:
-            self._compare_rows(batch)
-
-    def _compare_rows(self, batch: Any) -> None:
-        """Warn, once, if training batches of several processes are equal. All ranks call it."""
-        if not self._may_repeat_rows:
-            return
-        self._may_repeat_rows = False
-        rank, size = find_data_parallel_rank(self)
-        if size > 1:
-            digest = torch.stack([batch_digest(batch), torch.tensor(rank)]).to(self.root_device)
-            digests, ranks = self.all_gather(digest).cpu().view(-1, 2).unbind(1)
-            warn_if_equal(digests, ranks)
-
-    @override
     def sum_over_processes(self, number: Tensor) -> Tensor:
         # Lightning's `reduce` waits at a barrier first.
-        dist.all_reduce(number, group=self.copies)
+        dist.all_reduce(number, group=self.data_parallel_group)
         return number
 
     @override
@@ -108,3 +76,37 @@ class SeveralProcesses(SuperBatchMixin, ParallelStrategy):
         # Logged values are float32, and so is their quotient unless a count has too many digits.
         short = mean.to(torch.get_default_dtype())
         return short if torch.equal(short, mean) else mean
+
+
+def report_failure(run: int, error: Exception) -> str | None:
+    """Note an error in the store of all processes, unless another one has failed before.
+
+    Args:
+        run: The number of the run in this program, the same on all processes.
+        error: The error of this process.
+
+    Returns:
+        A sentence to add to the error: which rank failed before, and its error, or that a process
+        has ended without an error. None if there is nothing to add.
+    """
+    described = describe_error(error)
+    ours = f"rank {dist.get_rank()}: {described}"
+    first = ""
+    is_gone = _IS_GONE in ours
+    store = rendezvous_store()
+    if store is not None:
+        try:
+            store.set_timeout(_PATIENCE)
+            key = f"lightning_memmap/failure/{run}"
+            # A process that lost contact with another one isn't the first to fail.
+            noted = store.check([key]) if is_gone else store.compare_set(key, "", ours)
+            first = (store.get(key) if is_gone and noted else noted or b"").decode()
+        except RuntimeError:
+            # The process with the store has ended.
+            first = ""
+    # Several may have raised the same.
+    if first and first.partition(": ")[2] != described:
+        return f"another process failed before: {first}"
+    if is_gone:
+        return "another process of the run has ended; its own error is in what it printed"
+    return None

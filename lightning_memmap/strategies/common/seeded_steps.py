@@ -16,10 +16,10 @@ from typing_extensions import override
 from lightning_memmap.loading.seeding import seeded
 from lightning_memmap.placement.topology import find_data_parallel_rank
 from lightning_memmap.sampling.sampler import MAX_SEED
-from lightning_memmap.strategies.common.checked import CheckedStrategy
+from lightning_memmap.strategies.common.base import MemmapStrategy
 
 
-class SeededSteps(CheckedStrategy):
+class SeededSteps(MemmapStrategy):
     """A strategy that seeds the random numbers of each training step."""
 
     _seed = 0

@@ -45,9 +45,9 @@ class SplitModule(WeightedLoss, SeveralProcesses):
                 )
 
     def share_buffers(self) -> None:
-        """Broadcast the buffers of the first of `copies` to the others, as DDP does in a step."""
+        """Broadcast the buffers of the first data-parallel process, as DDP does in a step."""
         local = (buffer for buffer in self.module.buffers() if not buffer.is_meta)
-        broadcast_all(local, self.copies)
+        broadcast_all(local, self.data_parallel_group)
 
     @override
     def setup_precision_plugin(self) -> None:

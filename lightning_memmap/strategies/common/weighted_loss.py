@@ -32,11 +32,11 @@ from lightning_memmap.loading.nested import named_leaves
 from lightning_memmap.loading.step_weight import DeliveredStep, DeliveredSteps, StepWeight
 from lightning_memmap.placement.topology import find_data_parallel_rank
 from lightning_memmap.schema.fields import RowList
-from lightning_memmap.strategies.common.data_devices import SuperBatchMixin
+from lightning_memmap.strategies.common.data_devices import DataDevices
 from lightning_memmap.strategies.common.split_rows import positive_total, scale_loss
 
 
-class WeightedLoss(SuperBatchMixin):
+class WeightedLoss(DataDevices):
     """A strategy that scales the loss of each step before its gradients are averaged."""
 
     #: The items of each row of the batch of the step, of shape (B,); None if every row is one.

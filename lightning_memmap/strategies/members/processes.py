@@ -142,7 +142,7 @@ class MemberLauncher(ScriptLauncher):  # type: ignore[misc]
                 path.unlink()
             for member in range(1, self._num_members):
                 variables = {MEMBER_VARIABLE: str(member), _DIRECTORY_VARIABLE: str(root)}
-                command, directory = script_command(f"_{folder_of(member)}")
+                command, directory = script_command()
                 self._others[member] = LoggedProcess(
                     command,
                     self._output_path(member),

@@ -91,7 +91,7 @@ def gather_entries(
     return merged
 
 
-def module_state(
+def gather_module_state(
     module: nn.Module, group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, Any]:
     """Return the state of the whole module on the pipeline's first rank, in the module's order."""

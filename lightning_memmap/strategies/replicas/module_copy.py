@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_memmap._compat.dynamo import compiler_context, original_function
 from lightning_memmap._compat.modules import set_own_device_attribute
-from lightning_memmap.strategies.common.checked import STEPS
+from lightning_memmap.strategies.common.base import STEPS
 
 #: Nested containers in which references are found. They may contain themselves.
 _MAX_DEPTH = 4

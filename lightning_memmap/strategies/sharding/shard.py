@@ -20,7 +20,7 @@ from lightning_memmap._compat.fsdp2 import is_gathered_otherwise
 from lightning_memmap._compat.modules import empty_own_tensors
 from lightning_memmap.process_group import broadcast
 from lightning_memmap.ranks import check_ranks_match, gather_from_ranks
-from lightning_memmap.strategies.common.checked import STEPS
+from lightning_memmap.strategies.common.base import STEPS
 from lightning_memmap.strategies.common.meta_device import MetaInitializer, post_order
 from lightning_memmap.strategies.sharding.units import has_parameters, manual_roots, parameter_names
 
@@ -127,7 +127,7 @@ def _check_modules_match(module: nn.Module) -> bool:
 
 def recompute_activations(module: nn.Module, units: Sequence[nn.Module], every: int) -> None:
     """Let every n-th unit compute its activations again in the backward pass."""
-    _check_number(
+    _check_enough_units(
         module, units, every, f"activation_checkpointing={'True' if every == 1 else every}"
     )
     for unit in units[every - 1 :: every]:
@@ -137,13 +137,15 @@ def recompute_activations(module: nn.Module, units: Sequence[nn.Module], every: 
 
 def compile_forward(module: nn.Module, units: Sequence[nn.Module]) -> None:
     """Compile what units compute, once they are gathered."""
-    _check_number(module, units, 1, "compile_units=True")
+    _check_enough_units(module, units, 1, "compile_units=True")
     for unit in units:
         # Not the hooks, by which FSDP2 gathers and frees a unit.
         unit.forward = torch.compile(unit.forward)
 
 
-def _check_number(module: nn.Module, units: Sequence[nn.Module], least: int, option: str) -> None:
+def _check_enough_units(
+    module: nn.Module, units: Sequence[nn.Module], least: int, option: str
+) -> None:
     if len(units) < least:
         raise ValueError(
             f"{option}: the {type(module).__name__} has {len(units)} units; choose more by"

@@ -107,7 +107,7 @@ def values_in(path: Path) -> set[float]:
 
 
 @pytest.mark.parametrize("how", ["kill", "error"])
-def test_folder_is_the_old_one_where_a_rank_did_not_write_the_new_one(
+def test_checkpoint_folder_is_the_old_one_where_a_rank_is_killed_or_fails(
     tmp_path: Path, how: str
 ) -> None:
     if how == "kill":

@@ -704,16 +704,16 @@ _STRATEGIES = [
         ),
     ),
     Fault(
-        "strategies/common/overrides.py",
+        "strategies/common/base.py",
         "an attribute that was replaced before is lost",
         "            vars(owner).update(before)\n",
         "",
         (
-            "tests/strategies/test_overrides.py::test_undo_restores_what_was_there_and_removes_the_rest",
+            "tests/strategies/common/test_base.py::test_undo_restores_what_was_there_and_removes_the_rest",
         ),
     ),
     Fault(
-        "strategies/common/checked.py",
+        "strategies/common/base.py",
         "what was patched stays after teardown",
         "def teardown(self) -> None:\n        self.overrides.undo()\n",
         "def teardown(self) -> None:\n",
@@ -724,7 +724,7 @@ _STRATEGIES = [
     Fault(
         "strategies/common/checkpoints.py",
         "a checkpoint that failed leaves its part",
-        "        except BaseException:\n            remove(partial)\n            raise",
+        "        except BaseException:\n            remove_path(partial)\n            raise",
         "        except BaseException:\n            raise",
         (
             "tests/strategies/common/test_checkpoints.py::test_error_leaves_the_old_checkpoint_alone",
@@ -784,7 +784,7 @@ _STRATEGIES = [
         ),
     ),
     Fault(
-        "strategies/pipelining/run.py",
+        "strategies/pipelining/stage_pipeline.py",
         "micro-batches of unequal size have equal weight",
         "fractions_of(_items_of_parts(items_by_row, row_ranges, num_rows))",
         "fractions_of([1] * len(row_ranges))",
@@ -824,11 +824,11 @@ _COMPARE = [
         ("tests/compare/test_parity.py::test_what_differs_is_named",),
     ),
     Fault(
-        "compare/metrics.py",
+        "compare/figures.py",
         "pages that processes share are added up",
         "return max(shared for _, shared",
         "return sum(shared for _, shared",
-        ("tests/compare/test_metrics.py::test_each_process_counts_once_however_many_saw_it",),
+        ("tests/compare/test_figures.py::test_each_process_counts_once_however_many_saw_it",),
     ),
     Fault(
         "compare/measure.py",
@@ -960,9 +960,7 @@ _COMPAT = [
         "the replicas' metrics are averaged without their counts",
         "(value * (n / total)",
         "(value * (1 / len(values))",
-        (
-            "tests/strategies/test_merge_metrics.py::test_means_of_replicas_are_weighted_by_their_updates",
-        ),
+        ("tests/_compat/test_metrics.py::test_means_of_replicas_are_weighted_by_their_updates",),
     ),
 ]
 

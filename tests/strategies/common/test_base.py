@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from lightning_memmap.strategies.common.overrides import Overrides
+from lightning_memmap.strategies.common.base import Overrides
 
 
 def test_undo_restores_what_was_there_and_removes_the_rest() -> None:

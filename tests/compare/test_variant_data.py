@@ -11,13 +11,13 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.compare.config import parse_variants
-from lightning_memmap.compare.loaders import (
+from lightning_memmap.compare.prepare import prepare_store
+from lightning_memmap.compare.variant_data import (
     StoredRows,
     batch_size_of,
-    normalized_datamodule,
+    comparable_datamodule,
     plain_rows,
 )
-from lightning_memmap.compare.prepare import prepare_store
 from lightning_memmap.sampling import Bucketed, Curriculum, KFold, Mixture, Subset, Weighted
 from lightning_memmap.schema import Windows
 from lightning_memmap.strategies import STRATEGIES
@@ -47,7 +47,7 @@ def test_copy_has_other_options_and_the_class_of_the_original(tmp_path: Path) ->
     rows = Points(ROWS)
     data = OwnData(rows, test_dataset=rows, store_dir=tmp_path, batch_size=5, overwrite=True)
     before = dict(vars(data))
-    copied = normalized_datamodule(data).with_options(batch_size=7, transform=Double())
+    copied = comparable_datamodule(data).with_options(batch_size=7, transform=Double())
     assert type(copied) is OwnData
     assert (copied.batch_size, copied.drop_last, copied.overwrite) == (7, True, False)
     assert copied.datasets == {"train": rows, "val": None, "test": None, "predict": None}
@@ -59,7 +59,7 @@ def test_batch_size_is_the_share_of_a_data_device_under_every_strategy() -> None
     sizes = {}
     names = {name for name, *_ in STRATEGIES} - {"memmap_independent"}
     for variant in parse_variants(",".join(["ddp", "auto", *names])):
-        options = {**variant.trainer_options(4), "accelerator": "cpu", "logger": False}
+        options = {**variant.variant_options(4), "accelerator": "cpu", "logger": False}
         trainer = L.Trainer(**options, enable_checkpointing=False)
         sizes[variant.strategy] = batch_size_of(trainer, 32, 4)
     alone = {"auto", "memmap_pipeline"}
@@ -74,7 +74,7 @@ def test_variants_have_the_rows_of_a_fold_of_a_member(tmp_path: Path) -> None:
         "member": 1,
     }
     found, expected = prepare_store(
-        normalized_datamodule(MemmapDataModule(Points(ROWS), **options)), DEVICES, STEPS
+        comparable_datamodule(MemmapDataModule(Points(ROWS), **options)), DEVICES, STEPS
     )
     assert found["store_path"] == str(tmp_path / "site1" / "train")
     # The fold that is held out has 25 rows.
@@ -149,7 +149,7 @@ def test_variants_have_the_same_rows_in_any_order(
     tmp_path: Path, rows: Any, options: dict[str, Any]
 ) -> None:
     options = {"store_dir": tmp_path / "stores", "batch_size": BATCH_SIZE, **options}
-    data = normalized_datamodule(MemmapDataModule(rows, **options))
+    data = comparable_datamodule(MemmapDataModule(rows, **options))
     found, expected = prepare_store(data, DEVICES, STEPS)
     assert found["transform_is_random"] == ("transform" in options)
     model = Regression if options.get("windows") is WINDOWS else Sum
@@ -158,14 +158,14 @@ def test_variants_have_the_same_rows_in_any_order(
         for variant in ("auto", "memmap_superbatch", "auto+workers0")
     }
     parity = check_all_parity(checks, expected)
-    assert {name: each.rows for name, each in parity.items()} == {
+    assert {name: each.steps_with_equal_rows for name, each in parity.items()} == {
         name: [STEPS, STEPS] for name in checks
     }
     # Without `prepare`, nobody has found that a transform is random.
     assert all(each.holds or "transform" in options for each in parity.values())
     # The stores are enough.
     bare = dict.fromkeys(rows) if isinstance(rows, dict) else None
-    data = normalized_datamodule(MemmapDataModule(bare, **options))
+    data = comparable_datamodule(MemmapDataModule(bare, **options))
     assert prepare_store(data, DEVICES, STEPS)[1] == expected
     store = data.open_train_store()
     assert isinstance(plain_rows(data, store, data.train_sampler(store).pool.rows), StoredRows)

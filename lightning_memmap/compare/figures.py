@@ -1,4 +1,4 @@
-"""The figures of a comparison. Each is one entry of `METRICS`, and no other code knows it.
+"""The figures of a comparison. Each is one entry of `FIGURES`, and no other code knows it.
 
 An entry computes a figure from the records of the processes of one run, or it relates two variants
 and is filled in when both have run. Tables and pages follow from the entries.
@@ -14,7 +14,7 @@ from typing import Literal
 from lightning_memmap.sizes import format_bytes
 
 #: Parts of a step, in the order in which they happen.
-PARTS = {
+STEP_PARTS = {
     "data": "the compute stream waits for the loader; where super-batches are assembled in the"
     " loader, as under `memmap_superbatch`, this includes the copies to the root device",
     "transfer": "the strategy's `batch_to_device`",
@@ -55,7 +55,7 @@ class RankRecord:
     #: Hash of the rows of each step of a check run, as the loader returned them.
     hashes: Sequence[int] = ()
     #: Number of parts of this process's rows that go through the module separately.
-    num_parts: int = 1
+    num_separate_batches: int = 1
     parameters: Sequence[str] = ()
     #: Digests of the weights before the first step and after the last one; on global rank zero.
     initial: Mapping[str, str] = field(default_factory=dict)
@@ -83,14 +83,14 @@ def group_by_data_rank(ranks: Ranks) -> list[list[RankRecord]]:
 def compute_rate(ranks: Ranks) -> float:
     """Compute rows per second over all processes. The slowest counts where rows are the same."""
     return fmean(
-        min(record.global_batch / record.mean_s(*PARTS) for record in group)
+        min(record.global_batch / record.mean_s(*STEP_PARTS) for record in group)
         for group in group_by_data_rank(ranks)
     )
 
 
 def compute_data_stall(ranks: Ranks) -> float:
     """Compute the fraction of a step that waits for its batch."""
-    return fmean(record.mean_s("data", "transfer") / record.mean_s(*PARTS) for record in ranks)
+    return fmean(record.mean_s("data", "transfer") / record.mean_s(*STEP_PARTS) for record in ranks)
 
 
 def compute_first_batch_s(ranks: Ranks) -> float:
@@ -165,7 +165,7 @@ TABLES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Metric:
+class Figure:
     """One figure of a variant.
 
     Args:
@@ -189,7 +189,7 @@ class Metric:
 
 
 _SPEED = [
-    Metric(
+    Figure(
         key=SPEED,
         label="samples/s",
         meaning="rows per second over all processes",
@@ -197,14 +197,14 @@ _SPEED = [
         format=format_count,
         compute=compute_rate,
     ),
-    Metric(
+    Figure(
         key=NO_LOAD,
         label="of no-load upper bound",
         meaning="samples/s relative to the same strategy with `+ideal`, which replays one batch",
         table="speed",
         format=format_percent,
     ),
-    Metric(
+    Figure(
         key="data_stall",
         label="data stall",
         meaning="fraction of a step that waits for its batch: data loading and transfer",
@@ -212,7 +212,7 @@ _SPEED = [
         format=format_percent,
         compute=compute_data_stall,
     ),
-    Metric(
+    Figure(
         key="first_batch_s",
         label="time to first batch",
         meaning="from `Trainer.fit` until the first batch is on its device, in the slowest process:"
@@ -223,7 +223,7 @@ _SPEED = [
     ),
 ]
 _PART_TIMES = [
-    Metric(
+    Figure(
         key=f"{part}_s",
         label="data loading" if part == "data" else part,
         meaning=meaning,
@@ -231,10 +231,10 @@ _PART_TIMES = [
         format=format_milliseconds,
         compute=partial(compute_part_s, part),
     )
-    for part, meaning in PARTS.items()
+    for part, meaning in STEP_PARTS.items()
 ]
 _MEMORY = [
-    Metric(
+    Figure(
         key="private_bytes",
         label="private memory",
         meaning="pages that belong to only one process (USS), added up over all processes after the"
@@ -243,7 +243,7 @@ _MEMORY = [
         format=format_bytes,
         compute=compute_private_bytes,
     ),
-    Metric(
+    Figure(
         key="shared_bytes",
         label="shared memory",
         meaning="the most shared pages in one process, such as the pages of a mapped store",
@@ -253,7 +253,7 @@ _MEMORY = [
     ),
 ]
 _STATE = [
-    Metric(
+    Figure(
         key="state_bytes",
         label="all model state",
         meaning="parameters, gradients and optimizer state of one process on one device, where they"
@@ -264,7 +264,7 @@ _STATE = [
         compute=partial(compute_state_bytes, STATE),
     ),
     *(
-        Metric(
+        Figure(
             key=f"{kind}_bytes",
             label=kind,
             meaning=f"the part of the model state that is {kind}",
@@ -277,7 +277,7 @@ _STATE = [
     ),
 ]
 _DEVICES = [
-    Metric(
+    Figure(
         key="device_peak_bytes",
         label="peak",
         meaning="CUDA's peak of allocated memory on the fullest device in the measured steps;"
@@ -288,15 +288,15 @@ _DEVICES = [
     ),
 ]
 #: All figures, by key.
-METRICS = {metric.key: metric for metric in (*_SPEED, *_PART_TIMES, *_MEMORY, *_STATE, *_DEVICES)}
+FIGURES = {figure.key: figure for figure in (*_SPEED, *_PART_TIMES, *_MEMORY, *_STATE, *_DEVICES)}
 
 
 def compute_figures(ranks: Ranks, kind: str) -> dict[str, float]:
     """Compute the figures of one run of a kind; unknown ones are missing."""
     figures = {}
-    for key, metric in METRICS.items():
-        if metric.compute is not None and metric.run == kind:
-            value = metric.compute(ranks)
+    for key, figure in FIGURES.items():
+        if figure.compute is not None and figure.run == kind:
+            value = figure.compute(ranks)
             if value is not None:
                 figures[key] = float(value)
     return figures

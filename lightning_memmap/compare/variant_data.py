@@ -269,7 +269,7 @@ def variant_datamodule(
     return data
 
 
-def normalized_datamodule(data: Any) -> MemmapDataModule:
+def comparable_datamodule(data: Any) -> MemmapDataModule:
     """Copy the data module of a config in a form that all variants can use."""
     if not isinstance(data, MemmapDataModule):
         raise ValueError(

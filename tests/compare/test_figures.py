@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lightning_memmap.compare.metrics import METRICS, PARTS, Metric, RankRecord, format_seconds
+from lightning_memmap.compare.figures import FIGURES, STEP_PARTS, Figure, RankRecord, format_seconds
 from lightning_memmap.compare.report import figure_table, parity_table, print_report
 from tests.compare.reports import (
     DATA,
@@ -26,10 +26,10 @@ def test_rates_of_data_parallel_processes_add_up() -> None:
     found = figures([timed_rank(0, 2, 500.0), timed_rank(1, 2, 490.0)])
     assert found["samples_per_s"] == [pytest.approx(990.0)]
     assert found["first_batch_s"] == [1.5]
-    step_s = sum(found[f"{part}_s"][0] for part in PARTS)
+    step_s = sum(found[f"{part}_s"][0] for part in STEP_PARTS)
     assert step_s == pytest.approx(32 / 500 / 4 + 32 / 490 / 4)
     # Loading and transfer.
-    assert found["data_stall"][0] == pytest.approx(2 / len(PARTS))
+    assert found["data_stall"][0] == pytest.approx(2 / len(STEP_PARTS))
 
 
 def test_processes_that_share_their_rows_count_once() -> None:
@@ -90,13 +90,13 @@ def test_random_transform_is_noted_once_for_all_variants(is_random: bool) -> Non
 
 def test_figures_in_the_docs_are_described_as_they_are() -> None:
     found = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", DOCS.read_text(), re.MULTILINE)
-    described = {key: (label, text) for key, label, text in found if key in METRICS}
+    described = {key: (label, text) for key, label, text in found if key in FIGURES}
     assert "data_stall" in described
     for key, (label, text) in described.items():
-        assert (label, text) == (METRICS[key].label, METRICS[key].meaning)
+        assert (label, text) == (FIGURES[key].label, FIGURES[key].meaning)
 
 
-WINDOW = Metric(
+WINDOW = Figure(
     key="window_s",
     label="window",
     format=format_seconds,
@@ -109,7 +109,7 @@ WINDOW = Metric(
 def test_figure_from_outside_is_in_report_and_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(METRICS, WINDOW.key, WINDOW)
+    monkeypatch.setitem(FIGURES, WINDOW.key, WINDOW)
     report = make_report(make_variant("auto", (200.0,) * 3))
     report.write(tmp_path / "report.json")
     (variant,) = json.loads((tmp_path / "report.json").read_text())["variants"]

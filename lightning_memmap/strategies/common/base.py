@@ -9,13 +9,32 @@ from typing_extensions import override
 from lightning_memmap._compat.modules import uncompiled_log
 from lightning_memmap._compat.required import check_strategy
 from lightning_memmap.strategies.common.checkpoints import ReplacesCheckpoints
-from lightning_memmap.strategies.common.overrides import Overrides
 
 #: The methods of a module that a Trainer calls with a batch.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class CheckedStrategy(ReplacesCheckpoints):
+class Overrides:
+    """Sets attributes of instances, and restores them."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, dict[str, Any]]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute until `undo`."""
+        before = {name: vars(owner)[name]} if name in vars(owner) else {}
+        self._before.append((owner, name, before))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Restore the attributes that were set. A second call does nothing."""
+        while self._before:
+            owner, name, before = self._before.pop()
+            vars(owner).pop(name, None)
+            vars(owner).update(before)
+
+
+class MemmapStrategy(ReplacesCheckpoints):
     """A strategy that starts only if torch and Lightning have the private names it needs."""
 
     strategy_name: str

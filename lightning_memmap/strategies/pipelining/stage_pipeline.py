@@ -194,12 +194,12 @@ class StagePipeline:
         return schedule_class(SCHEDULES[self.schedule])(
             stages if self.schedule == "interleaved" else stages[0],
             self.num_microbatches,
-            loss_fn=self._micro_loss,
+            loss_fn=self._loss_by_number,
             # The losses are weighted by their rows instead.
             scale_grads=False,
         )
 
-    def _micro_loss(self, output: Any, index: Tensor) -> Tensor:
+    def _loss_by_number(self, output: Any, index: Tensor) -> Tensor:
         if self._loss is None:
             # The schedule computes a loss in evaluation as well.
             return torch.zeros(())
