@@ -1,6 +1,7 @@
 """``lightning-memmap rows``: the rows of any step, computed without loading data."""
 
 import json as json_format
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from rich.console import Console
+from rich.table import Table
 
 from lightning_memmap.arguments import BriefParser, print_error, read_config, reject_overrides
 from lightning_memmap.commands.store_page import Section, read_values
@@ -149,6 +151,18 @@ def _schedule(data: MemmapDataModule, order: Sampler, topology: DataTopology) ->
     return BatchSchedule(order.num_positions, size, order.num_shards, data.drop_last)
 
 
+@dataclass(frozen=True)
+class _Listing:
+    """What the command has found: as JSON, and as a line and a table."""
+
+    value: Any
+    title: str
+    table: Table | None = None
+    #: The labels of rows on a page, and their rows in a store.
+    labels: Sequence[str] = ()
+    store_rows: Sequence[int] = ()
+
+
 def rows_command(args: list[str]) -> int:
     """Run the command with these arguments."""
     parser = BriefParser(prog="lightning-memmap rows", description=_DESCRIPTION)
@@ -160,40 +174,32 @@ def rows_command(args: list[str]) -> int:
         options = RowsOptions(**parser.parse_args(args).as_dict())
         if options.show is not None:
             check_page("show", Path(options.show))
-        if options.results is not None:
-            _list_results(options)
-            return 0
-        data = _read_data(options)
-        topology = _read_topology(options)
-        store = _open_store(options, data)
-        order = data.train_sampler(store, topology)
-        if options.find is not None:
-            names = options.find.replace(" ", "").split(",")
-            steps = find_steps(data, order, topology, options.epoch, names)
-            _print_steps(options, names, steps)
-            return 0
-        step = describe_step(data, order, topology, options.epoch, options.step)
-        if options.show is not None:
-            _write_page(Path(options.show), store, order, step)
+        if options.results is not None and options.show is None:
+            listing = _list_results(options, None)
+        else:
+            data = _read_data(options)
+            topology = _read_topology(options)
+            store = _open_store(options, data)
+            order = data.train_sampler(store, topology)
+            if options.results is not None:
+                listing = _list_results(options, order)
+            elif options.find is not None:
+                listing = _list_steps(options, data, order, topology)
+            else:
+                step = describe_step(data, order, topology, options.epoch, options.step)
+                listing = _list_step(order, step)
+            if options.show is not None:
+                _write_page(Path(options.show), store, listing)
     except (MemmapError, OSError, ValueError, IndexError, TypeError) as error:
         print_error(error)
         return 2
     if options.json:
-        print(json_format.dumps(step))
+        print(json_format.dumps(listing.value))
         return 0
-    console = Console(markup=False)
-    console.print(_title(order, step), soft_wrap=True)
-    lines = [
-        [
-            text(device["device"]),
-            text(device["rank"]),
-            text(" ".join(map(_format_row, device["rows"]))),
-        ]
-        for device in step["devices"]
-    ]
-    console.print(make_table(("data device", "rank", "rows"), lines, ("rows",)))
-    if options.show is not None:
-        console.print(options.show, soft_wrap=True)
+    console = Console(markup=False, highlight=False)
+    for shown in (listing.title, listing.table, options.show):
+        if shown is not None:
+            console.print(shown, soft_wrap=shown is not listing.table)
     return 0
 
 
@@ -208,8 +214,8 @@ def _open_store(options: RowsOptions, data: MemmapDataModule) -> Store:
         ) from error
 
 
-def _list_results(options: RowsOptions) -> None:
-    """List the rows with the largest or smallest results."""
+def _list_results(options: RowsOptions, order: Sampler | None) -> _Listing:
+    """List the rows with the largest or smallest results. An order is needed for a page."""
     assert options.results is not None
     assert options.sort is not None
     values, is_seen, epoch = read_latest(options.results, options.sort)
@@ -219,60 +225,68 @@ def _list_results(options: RowsOptions) -> None:
             " results with one value for each row"
         )
     rows = is_seen.nonzero().flatten()
-    order = values[rows].argsort(descending=not options.ascending, stable=True)
-    rows = rows[order[: options.count]]
+    descending = values[rows].argsort(descending=not options.ascending, stable=True)
+    rows = rows[descending[: options.count]]
     table = read_row_results(options.results)
     names = [name for name in table.keys() if name not in ("seen", options.sort)]  # noqa: SIM118
-    entries = [
-        {
-            "row": row,
-            options.sort: values[row].item(),
-            **{name: table[name][row].tolist() for name in names},
-        }
-        for row in rows.tolist()
-    ]
-    if options.json:
-        print(json_format.dumps(entries))
-        return
-    title = f"{options.results}, epoch {epoch}: rows by {options.sort}"
-    lines = [[text(_format_value(value)) for value in entry.values()] for entry in entries]
-    console = Console(markup=False)
-    console.print(title, soft_wrap=True)
-    console.print(make_table(("row", options.sort, *names), lines, ()))
-    if options.show is None:
-        return
-    data = _read_data(options)
-    store = _open_store(options, data)
-    store_rows = data.train_sampler(store, _read_topology(options)).pool.rows.store_rows(
-        rows.numpy()
+    columns = {
+        "row": rows,
+        options.sort: values[rows],
+        **{name: table[name][rows] for name in names},
+    }
+    cells = zip(*(column.tolist() for column in columns.values()), strict=True)
+    entries = [dict(zip(columns, row, strict=True)) for row in cells]
+    shown = [{name: _format_value(value) for name, value in entry.items()} for entry in entries]
+    return _Listing(
+        entries,
+        f"{options.results}, epoch {epoch}: rows by {options.sort}",
+        make_table([*columns], [[*map(text, entry.values())] for entry in shown]),
+        [", ".join(map(" ".join, entry.items())) for entry in shown],
+        [] if order is None else order.pool.rows.store_rows(rows.numpy()).tolist(),
     )
-    labels = [
-        ", ".join(f"{name} {_format_value(value)}" for name, value in entry.items())
-        for entry in entries
-    ]
-    samples = [*zip(labels, read_values(store, store_rows.tolist()), strict=True)]
-    _write_section(Path(options.show), Section(title, [store.location], samples))
-    console.print(options.show, soft_wrap=True)
 
 
 def _format_value(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else short_repr(value)
 
 
-def _print_steps(options: RowsOptions, names: list[str], steps: list[int]) -> None:
-    if options.json:
-        print(json_format.dumps({"epoch": options.epoch, "rows": names, "run_steps": steps}))
-        return
+def _list_steps(
+    options: RowsOptions, data: MemmapDataModule, order: Sampler, topology: DataTopology
+) -> _Listing:
+    """List the steps that have some rows."""
+    names = str(options.find).replace(" ", "").split(",")
+    steps = find_steps(data, order, topology, options.epoch, names)
     answer = f"the steps {steps} of the run" if steps else "no step"
-    print(f"epoch {options.epoch}: rows {options.find} are in {answer}")
+    return _Listing(
+        {"epoch": options.epoch, "rows": names, "run_steps": steps},
+        f"epoch {options.epoch}: rows {options.find} are in {answer}",
+    )
 
 
-def _title(order: Sampler, step: dict[str, Any]) -> str:
+def _list_step(order: Sampler, step: dict[str, Any]) -> _Listing:
+    """List the rows of a step."""
     skipped = ", skipped by skip_steps" if step["is_skipped"] else ""
-    return (
+    title = (
         f"epoch {step['epoch']}, step {step['step']}: positions {step['first']} to"
         f" {step['last'] - 1} of {order.num_positions}, {type(order).__name__};"
         f" step {step['run_step']} of the run{skipped}"
+    )
+    lines = [
+        [device["device"], device["rank"], " ".join(map(_format_row, device["rows"]))]
+        for device in step["devices"]
+    ]
+    labels = ("data device", "rank", "rows")
+    positions = np.arange(step["first"], step["last"])
+    devices = np.repeat(positions, order.num_rows_at(step["epoch"], positions))
+    devices %= len(step["devices"])
+    pairs = zip(step["rows"], devices.tolist(), strict=True)
+    dataset_rows = order.dataset_rows(step["epoch"], range(step["first"], step["last"]))
+    return _Listing(
+        step,
+        title,
+        make_table(labels, [[*map(text, line)] for line in lines], labels[2:]),
+        [f"row {_format_row(row)}, data device {device}" for row, device in pairs],
+        order.pool.rows.store_rows(dataset_rows).tolist(),
     )
 
 
@@ -281,20 +295,9 @@ def _format_row(row: Any) -> str:
     return f"{_format_row(row[0])}:{row[1]}" if isinstance(row, list) else str(row)
 
 
-def _write_page(path: Path, store: Store, order: Sampler, step: dict[str, Any]) -> None:
-    positions = np.arange(step["first"], step["last"])
-    devices = np.repeat(positions, order.num_rows_at(step["epoch"], positions))
-    devices %= len(step["devices"])
-    pairs = zip(step["rows"], devices.tolist(), strict=True)
-    names = [f"row {_format_row(row)}, data device {device}" for row, device in pairs]
-    dataset_rows = order.dataset_rows(step["epoch"], range(step["first"], step["last"]))
-    values = read_values(store, order.pool.rows.store_rows(dataset_rows).tolist())
-    samples = [*zip(names, values, strict=True)]
-    title = f"Epoch {step['epoch']}, step {step['step']}"
-    _write_section(path, Section(title, [_title(order, step), store.location], samples))
-
-
-def _write_section(path: Path, section: Section) -> None:
+def _write_page(path: Path, store: Store, listing: _Listing) -> None:
+    samples = [*zip(listing.labels, read_values(store, listing.store_rows), strict=True)]
+    section = Section(listing.title, [store.location], samples)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, render_page("samples.html", sections=[section]).encode())
 

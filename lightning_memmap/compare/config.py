@@ -1,13 +1,10 @@
-"""Variants, the options of a comparison, and the spec of a run."""
+"""Variants, and the options of a comparison."""
 
-import json
 import re
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from lightning_memmap.arguments import read_config
-from lightning_memmap.compare.folder import RUN_SCHEMA, SPEC
 from lightning_memmap.errors import check_integer, nearest
 from lightning_memmap.strategies import STRATEGIES
 
@@ -97,10 +94,6 @@ def _parse(name: str) -> Variant:
     return Variant(strategy, loader or "memmap")
 
 
-#: ``check`` trains a few steps and records rows, losses, weights and bytes; ``timed`` only measures
-#: time and memory.
-RunKind = Literal["check", "timed"]
-
 #: Options of the Trainer that a config may set for all variants. The comparison sets all other
 #: options itself, because they could make variants differ.
 SHARED_TRAINER_OPTIONS = (
@@ -159,39 +152,6 @@ class ComparisonOptions:
             )
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s={self.timeout_s}: must be more than 0 seconds")
-
-
-@dataclass(frozen=True)
-class RunSpec:
-    """A run in new processes."""
-
-    kind: RunKind
-    config: dict[str, Any]
-    trainer: dict[str, Any]
-    variant: str
-    devices: int
-    global_batch: int
-    num_shards: int
-    warmup_steps: int
-    steps: int
-    transform_is_random: bool
-    out: str
-    #: The weights file of the reference run; None in that run itself.
-    reference: str | None = None
-    #: Marks the folder of a run.
-    schema: str = RUN_SCHEMA
-
-    def write(self) -> Path:
-        """Write this spec into the folder of the run, and make the folder if it is missing."""
-        path = Path(self.out) / SPEC
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        return path
-
-    @classmethod
-    def read(cls, path: str | Path) -> "RunSpec":
-        """Read a spec that `write` has written."""
-        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
 
 
 def shared_config(path: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:

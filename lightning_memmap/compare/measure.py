@@ -1,11 +1,9 @@
 """Measures runs: a clock for the parts of steps, bytes of memory, a callback for each kind."""
 
 import gc
-import json
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from itertools import pairwise
 from math import nan
 from pathlib import Path
@@ -20,10 +18,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_memmap._compat.tensors import dense_parts, storage_id
-from lightning_memmap.compare.config import RunSpec
-from lightning_memmap.compare.figures import STEP_PARTS, RankRecord
+from lightning_memmap.compare.figures import STEP_PARTS
 from lightning_memmap.compare.folder import WEIGHTS
 from lightning_memmap.compare.parity import MODULUS
+from lightning_memmap.compare.run_files import HAS_TRAINED, RankRecord, RunSpec
 from lightning_memmap.compare.weights import digest_weights, save_weights, squared_distance
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.placement.topology import find_data_parallel_rank
@@ -181,8 +179,6 @@ def model_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, dict[s
 #: The step of a check run, counted from 0, in which it measures bytes: the optimizer then has its
 #: state.
 _BYTES_STEP = 1
-#: This file is made in the folder of a run when it has trained a step.
-HAS_TRAINED = "trained"
 
 
 class RunCallback(L.Callback, ABC):
@@ -234,7 +230,7 @@ class RunCallback(L.Callback, ABC):
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        record = RankRecord(
+        RankRecord(
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             data_rank=find_data_parallel_rank(trainer.strategy)[0],
@@ -244,9 +240,7 @@ class RunCallback(L.Callback, ABC):
             processes=process_memory(),
             peaks=device_peaks(),
             **self.measure(trainer),
-        )
-        path = Path(self.spec.out) / f"rank{trainer.global_rank}.json"
-        path.write_text(json.dumps(asdict(record)), encoding="utf-8")
+        ).write(Path(self.spec.out))
 
 
 class TimedCallback(RunCallback):

@@ -12,7 +12,8 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from lightning_memmap.compare.figures import RankRecord, Ranks, group_by_data_rank
+from lightning_memmap.compare.figures import Ranks, group_by_data_rank
+from lightning_memmap.compare.run_files import RankRecord
 from lightning_memmap.loading.nested import named_leaves
 from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.loading.super_batch import SuperBatch

@@ -1,12 +1,10 @@
 """Runs the variants of a comparison one at a time, and collects a report."""
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from math import isfinite
@@ -21,12 +19,11 @@ from rich.markup import escape
 
 from lightning_memmap.compare.config import (
     ComparisonOptions,
-    RunSpec,
     Variant,
     parse_variants,
     shared_config,
 )
-from lightning_memmap.compare.figures import NO_LOAD, SPEED, RankRecord, compute_figures
+from lightning_memmap.compare.figures import NO_LOAD, SPEED, compute_figures
 from lightning_memmap.compare.folder import VARIANTS, WEIGHTS, check_folder, clear_folder
 from lightning_memmap.compare.parity import (
     check_parity,
@@ -36,17 +33,16 @@ from lightning_memmap.compare.parity import (
 )
 from lightning_memmap.compare.prepare import describe_devices, prepare
 from lightning_memmap.compare.report import IN_PLACE, Report, VariantResult
+from lightning_memmap.compare.run_files import (
+    RankRecord,
+    RunError,
+    RunSpec,
+    read_error,
+    read_records,
+)
 from lightning_memmap.compare.variant_data import STORES
 from lightning_memmap.errors import describe_error
 from lightning_memmap.logged_process import LoggedProcess
-
-
-class RunError(Exception):
-    """A run ended without a result."""
-
-    def __init__(self, message: str, refused: bool = False) -> None:
-        super().__init__(message)
-        self.refused = refused
 
 
 def run_in_processes(spec: RunSpec, timeout_s: float) -> list[RankRecord]:
@@ -68,29 +64,12 @@ def run_in_processes(spec: RunSpec, timeout_s: float) -> list[RankRecord]:
         finally:
             process.kill_group()
     if process.returncode:
-        raise _read_error(out, process)
+        raise read_error(out) or RunError(f"it ended with {process.describe_exit(12)}")
     records = read_records(out)
     ranks = [record.rank for record in records]
     if ranks != list(range(records[0].world_size if records else 1)):
         raise RunError(f"only the ranks {ranks} wrote a record: {' | '.join(process.tail())}")
     return records
-
-
-def read_records(out: Path) -> list[RankRecord]:
-    """Read the records of the processes of a run, by rank."""
-    texts = [path.read_text(encoding="utf-8") for path in out.glob("rank*.json")]
-    return sorted(
-        (RankRecord(**json.loads(text)) for text in texts), key=lambda record: record.rank
-    )
-
-
-def _read_error(out: Path, process: LoggedProcess) -> RunError:
-    # The first process that failed knows the reason. Its file may be cut off if it was killed.
-    for path in sorted(out.glob("error-*.json"), key=lambda path: path.stat().st_mtime_ns):
-        with suppress(ValueError):
-            content = json.loads(path.read_text(encoding="utf-8"))
-            return RunError(content["message"], content["refused"])
-    return RunError(f"it ended with {process.describe_exit(12)}")
 
 
 class Comparison:

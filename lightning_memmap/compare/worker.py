@@ -3,22 +3,20 @@
 Under a strategy with several processes, each of them runs this file again.
 """
 
-import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_memmap.callbacks import StepSeeder
-from lightning_memmap.compare.config import RunSpec, parse_variants
-from lightning_memmap.compare.measure import HAS_TRAINED, CheckCallback, TimedCallback
+from lightning_memmap.compare.config import parse_variants
+from lightning_memmap.compare.measure import CheckCallback, TimedCallback
 from lightning_memmap.compare.parity import HashedTransform, hash_batch
 from lightning_memmap.compare.prepare import RunCLI
+from lightning_memmap.compare.run_files import RunSpec, write_error
 from lightning_memmap.compare.variant_data import (
     MappedLoader,
     batch_size_of,
@@ -27,12 +25,9 @@ from lightning_memmap.compare.variant_data import (
     variant_datamodule,
 )
 from lightning_memmap.data.module import MemmapDataModule
-from lightning_memmap.errors import MemmapError
 from lightning_memmap.schema.forms import use_center_crops
 from lightning_memmap.strategies.common.seeded_steps import SeededSteps
 
-#: Errors by which a strategy, a store or the Trainer rejects what is not supported.
-REFUSALS = (MemmapError, ValueError, TypeError, ModuleNotFoundError, MisconfigurationException)
 _DROPOUTS = tuple(getattr(nn, name) for name in nn.modules.dropout.__all__)
 
 
@@ -44,13 +39,6 @@ def main() -> None:
     except BaseException as error:
         write_error(Path(spec.out), error)
         raise
-
-
-def write_error(out: Path, error: BaseException) -> None:
-    """Write why this process failed. The parent shows the error that was written first."""
-    is_refused = isinstance(error, REFUSALS) and not (out / HAS_TRAINED).exists()
-    content = {"message": f"{type(error).__name__}: {error}", "refused": is_refused}
-    (out / f"error-{os.getpid()}.json").write_text(json.dumps(content), encoding="utf-8")
 
 
 def all_trainer_options(spec: RunSpec) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 from typing import Any
 
 from lightning_memmap.compare.config import parse_variants
-from lightning_memmap.compare.figures import STEP_PARTS, RankRecord, compute_figures
+from lightning_memmap.compare.figures import STEP_PARTS, compute_figures
 from lightning_memmap.compare.parity import Parity
 from lightning_memmap.compare.report import Report, VariantResult
+from lightning_memmap.compare.run_files import RankRecord
 
 GLOBAL_BATCH, STEPS = 32, 10
 MIB = 2**20

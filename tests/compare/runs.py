@@ -10,12 +10,11 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.compare.config import RunKind, RunSpec, parse_variants
-from lightning_memmap.compare.figures import RankRecord
+from lightning_memmap.compare.config import parse_variants
 from lightning_memmap.compare.folder import WEIGHTS
 from lightning_memmap.compare.parity import Parity, check_parity
 from lightning_memmap.compare.prepare import prepare, prepare_store
-from lightning_memmap.compare.runner import read_records
+from lightning_memmap.compare.run_files import RankRecord, RunKind, RunSpec, read_records
 from lightning_memmap.compare.worker import all_trainer_options, train, train_variant
 from lightning_memmap.loading.row_random import RowRandom
 from tests.support.models import ACCELERATOR_VARIABLE, Points, Regression

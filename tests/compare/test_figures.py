@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lightning_memmap.compare.figures import FIGURES, STEP_PARTS, Figure, RankRecord, format_seconds
+from lightning_memmap.compare.figures import FIGURES, STEP_PARTS, Figure
 from lightning_memmap.compare.report import figure_table, parity_table, print_report
+from lightning_memmap.compare.run_files import RankRecord
 from tests.compare.reports import (
     DATA,
     ENVIRONMENT,
@@ -97,12 +98,12 @@ def test_figures_in_the_docs_are_described_as_they_are() -> None:
 
 
 WINDOW = Figure(
-    key="window_s",
-    label="window",
-    format=format_seconds,
-    meaning="all measured steps together",
-    compute=lambda ranks: max(sum(sum(step.values()) for step in rank.steps) for rank in ranks),
-    table="speed",
+    "window_s",
+    "window",
+    "speed",
+    "{:.2f} s".format,
+    lambda ranks: max(sum(sum(step.values()) for step in rank.steps) for rank in ranks),
+    "all measured steps together",
 )
 
 

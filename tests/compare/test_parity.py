@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memmap.compare.figures import RankRecord
 from lightning_memmap.compare.parity import check_parity, global_losses
+from lightning_memmap.compare.run_files import RankRecord
 from lightning_memmap.compare.weights import digest_weights, save_weights, squared_distance
 from tests.compare.reports import GLOBAL_BATCH, check_rank
 

@@ -13,13 +13,17 @@ import yaml
 from rich.console import Console
 
 from lightning_memmap.compare import command, runner
-from lightning_memmap.compare.config import ComparisonOptions, RunSpec
-from lightning_memmap.compare.figures import RankRecord
+from lightning_memmap.compare.config import ComparisonOptions
 from lightning_memmap.compare.folder import WEIGHTS
-from lightning_memmap.compare.measure import HAS_TRAINED
 from lightning_memmap.compare.report import Report
-from lightning_memmap.compare.runner import Comparison, RunError, run_in_processes
-from lightning_memmap.compare.worker import write_error
+from lightning_memmap.compare.run_files import (
+    HAS_TRAINED,
+    RankRecord,
+    RunError,
+    RunSpec,
+    write_error,
+)
+from lightning_memmap.compare.runner import Comparison, run_in_processes
 from tests.compare.reports import (
     DATA,
     ENVIRONMENT,
