@@ -4,7 +4,7 @@ Otherwise, if a process differs or failed to set up, the others wait in a collec
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -13,6 +13,23 @@ import torch.distributed as dist
 from lightning_memmap.errors import RankMismatchError, describe_error
 
 T = TypeVar("T")
+
+
+def is_rank_zero() -> bool:
+    """Return whether this is the first of all processes, or the only one."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def run_on_rank_zero(action: Callable[[], None]) -> None:
+    """Run an action on rank 0. If it raises OSError, every rank does. All ranks must call this."""
+    error: OSError | None = None
+    if is_rank_zero():
+        try:
+            action()
+        except OSError as raised:
+            error = raised
+    if (error := gather_from_ranks(error)[0]) is not None:
+        raise error
 
 
 def gather_from_ranks(value: T) -> list[T]:

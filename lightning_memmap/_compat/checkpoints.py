@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+#: The file that makes a folder a checkpoint of Lightning's.
+METADATA = "meta.pt"
+
 
 def read_checkpoint_folder(path: Path, weights_only: bool | None) -> dict[str, Any]:
     """Return a checkpoint of Lightning's that is in a folder as if it was in a file, on the CPU."""
@@ -18,7 +21,7 @@ def read_checkpoint_folder(path: Path, weights_only: bool | None) -> dict[str, A
     planner: Any = vars(format_utils)["_EmptyStateDictLoadPlanner"]()
     load: Any = vars(state_dict_loader)["_load_state_dict"]
     load(sharded, FileSystemReader(path), planner=planner, no_dist=True)
-    metadata = torch.load(path / "meta.pt", map_location="cpu", weights_only=weights_only)
+    metadata = torch.load(path / METADATA, map_location="cpu", weights_only=weights_only)
     optimizers = sorted(name for name in sharded if re.fullmatch("optimizer_[0-9]+", name))
     states = [_numbered(sharded[f"optimizer_{index}"]) for index in range(len(optimizers))]
     return {**metadata, "state_dict": sharded["state_dict"], "optimizer_states": states}

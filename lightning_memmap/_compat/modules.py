@@ -18,6 +18,7 @@ _KNOWS_DEVICE: Any = getattr(device_dtype_mixin, "_DeviceDtypeModuleMixin", ())
 
 def set_device_attribute(module: nn.Module, device: torch.device) -> None:
     """Set the attribute ``device`` of a module and its submodules, and move nothing."""
+    # Its only public setter is `to`, which moves all tensors.
     for child in module.modules():
         set_own_device_attribute(child, device)
 

@@ -1,4 +1,4 @@
-"""Private names of torch's pipelines."""
+"""Private names of torch's pipelines, imported once a pipeline runs: they take a while."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -6,6 +6,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
@@ -22,8 +23,17 @@ def train_step(schedule: Any, *args: Any, **options: Any) -> None:
     schedule.step(*args, **options)
 
 
-class TracelessStage(PipelineStage):
-    """A stage of a pipeline whose first call leaves no trace."""
+class ScheduledStage(PipelineStage):
+    """A stage that sends tensors of any dtype, and whose first call leaves no trace."""
+
+    # NCCL does not support all dtypes, but it supports those of tensors with gradients.
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the messages that are received before a forward pass."""
+        return _of_bytes(super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the messages that are sent after a forward pass."""
+        return _of_bytes(super().get_fwd_send_ops(fwd_chunk_id))
 
     # To find the shapes of outputs, torch calls each stage once, all but the first with zeros or
     # uninitialised memory: until 2.11 in `_shape_inference`, since 2.12 in `_compute_outputs`, and
@@ -71,6 +81,13 @@ class TracelessStage(PipelineStage):
             for buffer, value in zip(self.submod.buffers(), self._before, strict=True):
                 buffer.copy_(value)
         self._before = ()
+
+
+def _of_bytes(messages: list[dist.P2POp]) -> list[dist.P2POp]:
+    for message in messages:
+        if not message.tensor.is_floating_point():
+            message.tensor = message.tensor.detach().view(-1).view(torch.uint8)
+    return messages
 
 
 def _same_random_numbers(device: torch.device) -> AbstractContextManager[None]:

@@ -165,8 +165,8 @@ def check_parity(
     if problems and num_separate_batches > 1 and not notes:
         notes.append(
             f"a step's rows go through the model in {num_separate_batches} parts: losses that"
-            " aren't a plain mean over rows, such as contrastive ones, and random operations, such as"
-            " F.dropout, will differ"
+            " aren't a plain mean over rows, such as contrastive ones, and random operations,"
+            " such as F.dropout, will differ"
         )
     return Parity(
         holds=not problems,

@@ -238,8 +238,9 @@ class Comparison:
             return []
         return [
             f"the model has {', '.join(batch_norms)}: a step's rows are normalised in"
-            f" {num_separate_batches} parts (processes, replicas, micro-batches), which is a different"
-            " training. Use GroupNorm, or sync_batchnorm with several processes on GPUs, to train the same"
+            f" {num_separate_batches} parts (processes, replicas, micro-batches), which is a"
+            " different training. Use GroupNorm, or sync_batchnorm with several processes on GPUs,"
+            " to train the same"
         ]
 
     def _finish(self) -> None:

@@ -1,7 +1,7 @@
 """``memmap_fsdp2``: FSDP2 without a ``configure_model`` to write."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_memmap._compat.checkpoints import METADATA
 from lightning_memmap._compat.fsdp2 import (
     can_keep_gradients,
     drop_kept_gradients,
@@ -29,13 +30,8 @@ from lightning_memmap._compat.fsdp2 import (
 )
 from lightning_memmap._compat.modules import set_device_attribute
 from lightning_memmap.errors import check_integer
-from lightning_memmap.strategies.common.checkpoints import (
-    METADATA,
-    check_replaceable,
-    partial_path,
-    put_in_place,
-    remove_path,
-)
+from lightning_memmap.ranks import run_on_rank_zero
+from lightning_memmap.strategies.common.checkpoints import replaced
 from lightning_memmap.strategies.common.split_module import SplitModule
 from lightning_memmap.strategies.sharding.shard import (
     compile_forward,
@@ -385,7 +381,6 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         if not self._cpu_offload:
             super().model_to_device()
             return
-        # Lightning has no public way to set the attribute without moving parameters.
         set_device_attribute(self.module, self.root_device)
         for child in self.module.modules():
             if isinstance(child, torchmetrics.Metric):
@@ -443,29 +438,9 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
                 self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
             return
         target = Path(self.broadcast(filepath))
-        partial = partial_path(target)
-        self._on_first_rank(lambda: check_replaceable(target))
-        self._on_first_rank(lambda: remove_path(partial))
-        try:
+        # By the end of the parent's method, rank 0 has written everything that isn't sharded.
+        with replaced(target, run_on_rank_zero) as partial:
             super().save_checkpoint(checkpoint, partial, storage_options)
-            # By then rank 0 has written everything that isn't sharded.
-            self._on_first_rank(lambda: put_in_place(partial, target))
-        except BaseException:
-            if self.is_global_zero:
-                with suppress(OSError):
-                    remove_path(partial)
-            raise
-
-    def _on_first_rank(self, action: Callable[[], None]) -> None:
-        """Run an action on rank 0. If it raises OSError, every rank raises it."""
-        error: OSError | None = None
-        if self.is_global_zero:
-            try:
-                action()
-            except OSError as raised:
-                error = raised
-        if (error := self.broadcast(error)) is not None:
-            raise error
 
     @override
     def load_checkpoint(

@@ -1,6 +1,6 @@
 """``memmap_model_parallel``: the layers of one model over several devices, in one process."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -15,14 +15,14 @@ from typing_extensions import override
 
 from lightning_memmap._compat.modules import apply_to_tensors, set_device_attribute
 from lightning_memmap.loading.device_streams import current, has_streams
+from lightning_memmap.strategies.common.one_process import OneProcess
 from lightning_memmap.strategies.common.stages import module_tensors, parameters_by_stage, stages_of
-from lightning_memmap.strategies.superbatch import SuperBatchStrategy
 
 #: A device, and the layers on it.
 Stage = tuple[torch.device, list[nn.Module]]
 
 
-class LocalModelParallelStrategy(SuperBatchStrategy):
+class LocalModelParallelStrategy(OneProcess):
     """Trains one model whose layers are divided among several devices, in one process.
 
     Each of the Trainer's devices holds a stage of the model; the first, the root device, receives
@@ -45,8 +45,7 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
     """
 
     strategy_name = "memmap_model_parallel"
-    _trains_alone = False
-    _hooks: "Sequence[RemovableHandle | _OnDevice]" = ()
+    _hooks: Sequence[RemovableHandle] = ()
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -60,7 +59,21 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
     def model_to_device(self) -> None:
         stages = cut_into_stages(self.module, self.parallel_devices)
         move_stages(self.module, stages)
-        self._hooks = connect_stages(stages)
+        self._hooks = [*self._connect(stages)]
+
+    def _connect(self, stages: Sequence[Stage]) -> Iterator[RemovableHandle]:
+        """Copy the inputs of layers to their device, and the last output to the first device."""
+        # A layer without parameters may be in several stages.
+        by_layer = {layer: device for device, layers in stages for layer in layers}
+        for layer, device in by_layer.items():
+            move = partial(_move_inputs, device)
+            yield layer.register_forward_pre_hook(move, with_kwargs=True)
+            if has_streams(device):
+                # Custom kernels, such as Triton's, run on the current device, and tensors created
+                # on "cuda" are placed there.
+                self.overrides.set(layer, "forward", partial(_forward_on, device, layer.forward))
+        move_output = partial(move_data_to_device, device=stages[0][0])
+        yield stages[-1][1][-1].register_forward_hook(lambda *call: move_output(call[2]))
 
     @override
     def teardown(self) -> None:
@@ -116,57 +129,16 @@ def move_stages(module: Any, stages: Sequence[Stage]) -> None:
     root = stages[0][0]
     layers = [(layer, device) for device, stage in stages for layer in stage]
     staged = {id(tensor) for layer, _ in layers for tensor in module_tensors(layer)}
-    # `to` would move all tensors, and Lightning has no other public way to set the attribute.
     apply_to_tensors(module, lambda tensor: tensor if id(tensor) in staged else tensor.to(root))
     set_device_attribute(module, root)
     for layer, device in layers:
         layer.to(device)
 
 
-def connect_stages(stages: Sequence[Stage]) -> "list[RemovableHandle | _OnDevice]":
-    """Copy the inputs of layers to their device, and the last output to the first device."""
-    handles: list[RemovableHandle | _OnDevice] = []
-    # A layer without parameters may be in several stages.
-    for layer, device in {layer: device for device, layers in stages for layer in layers}.items():
-        move = partial(_move_inputs, device)
-        handles.append(layer.register_forward_pre_hook(move, with_kwargs=True))
-        if has_streams(device):
-            handles.append(_OnDevice(layer, device))
-    root = stages[0][0]
-    last_layer = stages[-1][1][-1]
-    handles.append(
-        last_layer.register_forward_hook(
-            lambda layer, arguments, output: move_data_to_device(output, root)
-        )
-    )
-    return handles
-
-
-class _OnDevice:
-    """Runs a layer's forward with a device as the current one, until `remove` is called."""
-
-    # Custom kernels, such as Triton's, run on the current device, and tensors created on "cuda"
-    # are placed there.
-
-    def __init__(self, layer: nn.Module, device: torch.device) -> None:
-        self._layer = layer
-        # An attribute of the instance hides the method of its class.
-        self._before = vars(layer).get("forward")
-        layer.forward = partial(_forward_on, device, layer, self._before)
-
-    def remove(self) -> None:
-        """Restore the layer's forward."""
-        del self._layer.forward
-        if self._before is not None:
-            self._layer.forward = self._before
-
-
-def _forward_on(
-    device: torch.device, layer: nn.Module, forward: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Call a forward, or else the class's method, with a device as the current one."""
+def _forward_on(device: torch.device, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a layer's forward with a device as the current one."""
     with current(device):
-        return (forward or partial(type(layer).forward, layer))(*args, **kwargs)
+        return forward(*args, **kwargs)
 
 
 def _move_inputs(device: torch.device, layer: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -29,13 +29,7 @@ from lightning_memmap.strategies.common.base import STEPS
 from lightning_memmap.strategies.common.split_module import SplitModule
 from lightning_memmap.strategies.common.stages import module_tensors
 from lightning_memmap.strategies.pipelining.cut import cut_module, keep_local
-from lightning_memmap.strategies.pipelining.exchange import (
-    average_gradients,
-    gather_entries,
-    gather_module_state,
-    local_state,
-    local_weights,
-)
+from lightning_memmap.strategies.pipelining.exchange import average_gradients, gather_entries
 from lightning_memmap.strategies.pipelining.known_gradients import (
     loss_with_gradients,
     separate_gradients,
@@ -44,6 +38,11 @@ from lightning_memmap.strategies.pipelining.stage_pipeline import (
     SCHEDULES,
     StagePipeline,
     check_schedule,
+)
+from lightning_memmap.strategies.pipelining.states import (
+    gather_module_state,
+    local_state,
+    local_weights,
 )
 
 

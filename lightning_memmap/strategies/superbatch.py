@@ -30,14 +30,12 @@ class SuperBatchStrategy(OneProcess):
     """
 
     strategy_name = "memmap_superbatch"
-    # Whether devices other than the root device only hold data.
-    _trains_alone = True
     _has_noted_idle_devices = False
 
     @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        if self._trains_alone and trainer.training:
+        if trainer.training:
             self._note_idle_devices()
 
     def _note_idle_devices(self) -> None:
@@ -56,7 +54,7 @@ class SuperBatchStrategy(OneProcess):
     def process_dataloader(self, dataloader: object) -> object:
         count = len(self.data_devices)
         is_torch = isinstance(dataloader, DataLoader) and not isinstance(dataloader, BatchLoader)
-        if is_torch and self._trains_alone and count > 1 and self.module.trainer.training:
+        if is_torch and count > 1 and self.module.trainer.training:
             rank_zero_warn(
                 f"a DataLoader under {self.strategy_name} with {count} data devices: each step has"
                 " only the rows of its batch, and the other devices are idle. Train from a"

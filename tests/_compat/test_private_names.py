@@ -131,7 +131,8 @@ for name in sys.argv[2].split():
     module, _, name = name.partition(":")
     vars(importlib.import_module(module)).pop(name, None)
 from lightning_memmap import MemmapDataModule
-from lightning_memmap._compat.tensors import flatten, jagged_tensor, unflatten
+from lightning_memmap._compat.tensors import jagged_tensor
+from lightning_memmap.strategies.common.buckets import flatten, unflatten
 from lightning_memmap.errors import UnsupportedVersionError
 from lightning_memmap.strategies import IndependentStrategy
 from tests.support.models import Points, Regression

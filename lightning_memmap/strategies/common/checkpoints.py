@@ -4,6 +4,8 @@ import ctypes
 import errno
 import os
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,11 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from lightning_memmap._compat.checkpoints import read_checkpoint_folder
+from lightning_memmap._compat.checkpoints import METADATA, read_checkpoint_folder
 from lightning_memmap._compat.modules import unless_none
+from lightning_memmap.ranks import is_rank_zero
 from lightning_memmap.store.files import sync_path
 
-#: The file that makes a folder a checkpoint of Lightning's.
-METADATA = "meta.pt"
 # From <fcntl.h> and <stdio.h>.
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -43,18 +44,10 @@ class ReplacingCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        check_replaceable(target)
-        partial = partial_path(target)
-        remove_path(partial)
-        try:
-            with open(partial, "wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            put_in_place(partial, target)
-        except BaseException:
-            remove_path(partial)
-            raise
+        with replaced(target) as partial, open(partial, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
@@ -63,7 +56,7 @@ class ReplacingCheckpointIO(TorchCheckpointIO):
             super().remove_checkpoint(path)
             return
         # A folder that is half removed could be mistaken for a checkpoint.
-        partial = partial_path(target)
+        partial = _partial_path(target)
         remove_path(partial)
         os.rename(target, partial)
         remove_path(partial)
@@ -97,7 +90,30 @@ class ReplacesCheckpoints(Strategy):
         return super().load_checkpoint(checkpoint_path, *unless_none(weights_only))
 
 
-def partial_path(target: Path) -> Path:
+@contextmanager
+def replaced(
+    target: Path, run: Callable[[Callable[[], None]], None] = lambda action: action()
+) -> Iterator[Path]:
+    """Yield a path to write a checkpoint to, and then rename it to ``target``; remove it on errors.
+
+    Args:
+        target: The path of the checkpoint. An older one there stays until the new one is complete.
+        run: Runs each change of files, if one of several processes makes them.
+    """
+    partial = _partial_path(target)
+    run(lambda: check_replaceable(target))
+    run(lambda: remove_path(partial))
+    try:
+        yield partial
+        run(lambda: _put_in_place(partial, target))
+    except BaseException:
+        if is_rank_zero():
+            with suppress(OSError):
+                remove_path(partial)
+        raise
+
+
+def _partial_path(target: Path) -> Path:
     """Return where a checkpoint is written until it is complete. A later attempt reuses it."""
     return target.with_name(f".{target.name}.part")
 
@@ -115,7 +131,7 @@ def check_replaceable(target: Path) -> None:
         )
 
 
-def put_in_place(partial: Path, target: Path) -> None:
+def _put_in_place(partial: Path, target: Path) -> None:
     """Rename a complete checkpoint to its path. An older one there is removed afterwards."""
     if partial.is_dir():
         for path in (*partial.iterdir(), partial):

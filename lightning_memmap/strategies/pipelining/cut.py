@@ -87,7 +87,6 @@ def keep_local(
     for root in (module, *local.values()):
         # `to` would raise for tensors on the meta device. Expanded tensors can't be written to.
         apply_to_tensors(root, lambda t: t if t.is_meta else t.to(device).contiguous())
-    # Lightning has no public way to set the attribute without moving parameters.
     set_device_attribute(module, device)
     return local
 

@@ -181,17 +181,16 @@ class StagePipeline:
         return self._schedules[key]
 
     def _new_schedule(self) -> Any:
-        from lightning_memmap.strategies.pipelining.scheduled_stage import (
-            ScheduledStage,
-            schedule_class,
-        )
+        from torch.distributed import pipelining
+
+        from lightning_memmap._compat.pipelining import ScheduledStage
 
         self._loss_dtype = None
         stages = [
             ScheduledStage(stage, index, self.num_stages, self.device, group=self.group)
             for index, stage in sorted(self.stages.items())
         ]
-        return schedule_class(SCHEDULES[self.schedule])(
+        return getattr(pipelining, SCHEDULES[self.schedule])(
             stages if self.schedule == "interleaved" else stages[0],
             self.num_microbatches,
             loss_fn=self._loss_by_number,

@@ -1,6 +1,6 @@
 """The replicas of ``memmap_dp``: where they get their parameters, and where their gradients go."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain, zip_longest
 from typing import Any
@@ -12,9 +12,10 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_memmap._compat.metrics import count_from_nothing, merge_metric
 from lightning_memmap._compat.modules import own_children, own_tensors
-from lightning_memmap._compat.tensors import add_all, copy_all, flatten, take_buckets, unflatten
+from lightning_memmap._compat.tensors import add_all, copy_all
 from lightning_memmap.loading.device_streams import current, send, send_together
 from lightning_memmap.results.row_log import take_logged_rows
+from lightning_memmap.strategies.common.buckets import flatten, take_buckets, unflatten
 from lightning_memmap.strategies.replicas.merge_logs import ReplicaLog, log_to
 from lightning_memmap.strategies.replicas.module_copy import Attributes, ModuleCopy, references_in
 
@@ -142,7 +143,7 @@ class Replicas(nn.Module):
         """Copy the values of tensors of the module to all other devices."""
         if not self._remote:
             return
-        for bucket in _in_buckets(tensors):
+        for bucket in take_buckets(tensors, _BUCKET_BYTES):
             flat = flatten(bucket)
             for copy in self._remote:
                 sent = unflatten(send(flat, copy.device), bucket)
@@ -178,7 +179,9 @@ class Replicas(nn.Module):
                     totals[grad] = parameter.grad
                     dense[-1].append(grad)
         # A bucket of each device at a time.
-        for buckets in zip_longest(*map(_in_buckets, dense), fillvalue=[]):
+        for buckets in zip_longest(
+            *(take_buckets(grads, _BUCKET_BYTES) for grads in dense), fillvalue=[]
+        ):
             filled = [bucket for bucket in buckets if bucket]
             flat = send_together([flatten(bucket) for bucket in filled], root)
             for bucket, sent in zip(filled, flat, strict=True):
@@ -203,8 +206,3 @@ def _find_layers(module: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
                 layers[child] = None
                 pending.append(child)
     return pending, list(metrics.values())
-
-
-def _in_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield tensors of one dtype in lists of about `_BUCKET_BYTES`."""
-    yield from take_buckets(tensors, _BUCKET_BYTES)

@@ -724,8 +724,8 @@ _STRATEGIES = [
     Fault(
         "strategies/common/checkpoints.py",
         "a checkpoint that failed leaves its part",
-        "        except BaseException:\n            remove_path(partial)\n            raise",
-        "        except BaseException:\n            raise",
+        "with suppress(OSError):\n                remove_path(partial)",
+        "pass",
         (
             "tests/strategies/common/test_checkpoints.py::test_error_leaves_the_old_checkpoint_alone",
         ),
