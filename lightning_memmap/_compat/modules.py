@@ -36,8 +36,7 @@ def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) ->
 
 def own_tensors(module: nn.Module) -> list[Tensor]:
     """List the parameters and buffers of a module itself; tied ones each time."""
-    registered = *module._parameters.values(), *module._buffers.values()
-    return [tensor for tensor in registered if tensor is not None]
+    return [tensor for _, tensor in own_named_tensors(module)]
 
 
 def own_children(module: nn.Module) -> list[nn.Module]:
@@ -188,10 +187,8 @@ TRANSFER_HOOK = "_on_before_batch_transfer"
 def transfer_hook_except(module: Any, kind: type) -> Callable[..., Any]:
     """Return a method for `TRANSFER_HOOK` that calls no hook for batches of a class."""
 
-    def before_transfer(batch: Any, dataloader_idx: int = 0) -> Any:
-        return (
-            batch if isinstance(batch, kind) else run_transfer_hook(module, batch, dataloader_idx)
-        )
+    def before_transfer(batch: Any, index: int = 0) -> Any:
+        return batch if isinstance(batch, kind) else run_transfer_hook(module, batch, index)
 
     return before_transfer
 

@@ -7,38 +7,33 @@ from lightning_memmap.errors import UnsupportedVersionError
 
 #: Set by the Trainer's connector on every strategy, when everything else is set.
 _LAUNCHER = "lightning.pytorch.strategies:Strategy._configure_launcher"
+_BACKWARD = "torch.autograd:Variable._execution_engine.queue_callback"
 #: By strategy: an alternative, and the names it needs. All other private names have a fallback.
-REQUIRED: dict[str, tuple[str, tuple[str, ...]]] = {
-    "memmap_superbatch": ("Lightning's 'auto'", (_LAUNCHER,)),
-    "memmap_model_parallel": ("Lightning's 'auto'", (_LAUNCHER,)),
-    "memmap_superbatch_ddp": ("Lightning's 'ddp'", (_LAUNCHER,)),
+REQUIRED: dict[str, tuple[str, ...]] = {
+    "memmap_superbatch": ("Lightning's 'auto'", _LAUNCHER),
+    "memmap_model_parallel": ("Lightning's 'auto'", _LAUNCHER),
+    "memmap_superbatch_ddp": ("Lightning's 'ddp'", _LAUNCHER),
     "memmap_dp": (
         "'memmap_superbatch_ddp'",
-        (
-            _LAUNCHER,
-            "lightning.pytorch.strategies.strategy:_ForwardRedirection",
-            "lightning.pytorch:LightningModule._on_before_batch_transfer",
-            "torch.autograd:Variable._execution_engine.queue_callback",
-        ),
+        _LAUNCHER,
+        _BACKWARD,
+        "lightning.pytorch.strategies.strategy:_ForwardRedirection",
+        "lightning.pytorch:LightningModule._on_before_batch_transfer",
     ),
-    "memmap_fsdp2": ("Lightning's 'fsdp'", (_LAUNCHER,)),
+    "memmap_fsdp2": ("Lightning's 'fsdp'", _LAUNCHER),
     "memmap_independent": (
         "one program per member with Lightning's 'auto'",
-        (
-            _LAUNCHER,
-            "lightning.pytorch.strategies.launchers.subprocess_script:_SubprocessScriptLauncher",
-            "lightning.pytorch:Trainer.default_root_dir",
-        ),
+        _LAUNCHER,
+        "lightning.pytorch.strategies.launchers.subprocess_script:_SubprocessScriptLauncher",
+        "lightning.pytorch:Trainer.default_root_dir",
     ),
     "memmap_pipeline": (
         "'memmap_fsdp2'",
-        (
-            _LAUNCHER,
-            # Depending on the version.
-            "torch.distributed.pipelining:PipelineStage._compute_outputs"
-            "|torch.distributed.pipelining:PipelineStage._shape_inference",
-            "torch.autograd:Variable._execution_engine.queue_callback",
-        ),
+        _LAUNCHER,
+        _BACKWARD,
+        # Depending on the version.
+        "torch.distributed.pipelining:PipelineStage._compute_outputs"
+        "|torch.distributed.pipelining:PipelineStage._shape_inference",
     ),
 }
 
@@ -48,7 +43,7 @@ def check_strategy(strategy: type) -> None:
     for base in strategy.__mro__:
         name = vars(base).get("strategy_name")
         if name in REQUIRED:
-            alternative, names = REQUIRED[name]
+            alternative, *names = REQUIRED[name]
             for alternatives in names:
                 if not any(map(has_name, alternatives.split("|"))):
                     raise missing(name, alternatives.partition("|")[0], alternative)

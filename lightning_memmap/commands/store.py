@@ -1,6 +1,7 @@
 """``lightning-memmap store``: build, describe, check, plan for, show and copy stores."""
 
 from collections.abc import Callable
+from functools import partial
 
 from lightning_memmap.arguments import BriefParser, print_error
 from lightning_memmap.commands.store_build import (
@@ -9,32 +10,24 @@ from lightning_memmap.commands.store_build import (
     make_append_parser,
     make_build_parser,
 )
-from lightning_memmap.commands.store_check import (
-    info,
-    make_info_parser,
-    make_verify_parser,
-    verify,
-)
-from lightning_memmap.commands.store_copy import (
-    make_pull_parser,
-    make_push_parser,
-    pull,
-    push,
-)
+from lightning_memmap.commands.store_check import info, verify
+from lightning_memmap.commands.store_copy import pull, push
+from lightning_memmap.commands.store_options import make_function_parser
 from lightning_memmap.commands.store_plan import make_plan_parser, plan
-from lightning_memmap.commands.store_show import make_show_parser, show
+from lightning_memmap.commands.store_show import show
 from lightning_memmap.errors import MemmapError
 
-#: For each subcommand, its function and the function that makes its parser.
-_SUBCOMMANDS: dict[str, tuple[Callable[..., int], Callable[[], BriefParser]]] = {
-    "build": (build, make_build_parser),
-    "append": (append, make_append_parser),
-    "info": (info, make_info_parser),
-    "verify": (verify, make_verify_parser),
-    "plan": (plan, make_plan_parser),
-    "show": (show, make_show_parser),
-    "push": (push, make_push_parser),
-    "pull": (pull, make_pull_parser),
+_copy_parser = partial(make_function_parser, flags={"overwrite": "Replace existing stores."})
+#: For each subcommand, the function that makes its parser.
+_SUBCOMMANDS: dict[Callable[..., int], Callable[[], BriefParser]] = {
+    build: make_build_parser,
+    append: make_append_parser,
+    info: partial(make_function_parser, info),
+    verify: partial(make_function_parser, verify),
+    plan: make_plan_parser,
+    show: partial(make_function_parser, show),
+    push: partial(_copy_parser, push),
+    pull: partial(_copy_parser, pull),
 }
 
 
@@ -42,14 +35,14 @@ def store_command(args: list[str]) -> int:
     """Run the command with these arguments."""
     parser = BriefParser(prog="lightning-memmap store", description="Work on stores.")
     subcommands = parser.add_subcommands()
-    for name, (function, make_parser) in _SUBCOMMANDS.items():
+    functions = {function.__name__: function for function in _SUBCOMMANDS}
+    for name, function in functions.items():
         summary = str(function.__doc__).partition("\n")[0]
-        subcommands.add_subcommand(name, make_parser(), help=summary)
+        subcommands.add_subcommand(name, _SUBCOMMANDS[function](), help=summary)
     config = parser.parse_args(list(map(_with_underscores, args)))
     options = parser.instantiate(config)[config.subcommand]
-    function, _ = _SUBCOMMANDS[config.subcommand]
     try:
-        return function(**vars(options))
+        return functions[config.subcommand](**vars(options))
     except (MemmapError, OSError, ValueError, TypeError) as error:
         print_error(error)
         return 2

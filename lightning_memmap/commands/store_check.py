@@ -6,9 +6,9 @@ from textwrap import shorten
 import numpy as np
 from rich.console import Console
 
-from lightning_memmap.arguments import BriefParser, print_error
+from lightning_memmap.arguments import print_error
 from lightning_memmap.commands.store_find import find_unfinished, open_readable_stores
-from lightning_memmap.commands.store_options import make_function_parser, print_line
+from lightning_memmap.commands.store_options import print_line
 from lightning_memmap.errors import MemmapError, StoreNotFoundError
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store, verify_store
@@ -19,11 +19,6 @@ from lightning_memmap.tables import make_table, printable, text
 
 #: The names of classes are cut off after this many characters.
 _MAX_CLASSES_TEXT = 160
-
-
-def make_info_parser() -> BriefParser:
-    """Make the parser of ``store info``."""
-    return make_function_parser(info)
 
 
 def info(path: str) -> int:
@@ -79,11 +74,6 @@ def print_info(store: Store, console: Console) -> None:
         )
         rows.append([*map(text, cells)])
     console.print(make_table(labels, rows, labels[1:4]))
-
-
-def make_verify_parser() -> BriefParser:
-    """Make the parser of ``store verify``."""
-    return make_function_parser(verify)
 
 
 def verify(path: str) -> int:

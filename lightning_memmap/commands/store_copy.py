@@ -2,20 +2,10 @@
 
 from pathlib import Path
 
-from lightning_memmap.arguments import BriefParser
 from lightning_memmap.commands.store_find import find_stores
-from lightning_memmap.commands.store_options import (
-    REPLACE_EXISTING,
-    make_function_parser,
-    print_line,
-)
+from lightning_memmap.commands.store_options import print_line
 from lightning_memmap.store import pull_store, push_store
 from lightning_memmap.store.paths import store_directory
-
-
-def make_push_parser() -> BriefParser:
-    """Make the parser of ``store push``."""
-    return make_function_parser(push, flags=REPLACE_EXISTING)
 
 
 def push(path: str, url: str, *, overwrite: bool = False) -> int:
@@ -31,11 +21,6 @@ def push(path: str, url: str, *, overwrite: bool = False) -> int:
         push_store(location, target, overwrite=overwrite)
         print_line(target)
     return 0
-
-
-def make_pull_parser() -> BriefParser:
-    """Make the parser of ``store pull``."""
-    return make_function_parser(pull, flags=REPLACE_EXISTING)
 
 
 def pull(url: str, path: str, *, overwrite: bool = False) -> int:

@@ -9,9 +9,6 @@ from torch.utils.data import Dataset
 from lightning_memmap.arguments import BriefParser
 from lightning_memmap.tables import printable
 
-#: The flag of subcommands that can replace other stores.
-REPLACE_EXISTING = {"overwrite": "Replace existing stores."}
-
 
 def make_function_parser(
     function: Callable[..., Any],

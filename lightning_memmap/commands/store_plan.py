@@ -22,7 +22,6 @@ from lightning_memmap.commands.store_placement import (
     plan_devices,
 )
 from lightning_memmap.commands.store_rates import (
-    Trial,
     count_text_bytes,
     try_build,
     try_writing,
@@ -82,8 +81,14 @@ def plan(
     counts = parse_device_counts(devices)
     if pack is not None and (dataset is not None or row_bytes is not None):
         raise ValueError(f"pack={pack!r}: needs the lengths of a store: pass its directory alone")
+    if dataset is not None and row_bytes is not None:
+        raise ValueError(f"row_bytes={row_bytes}: --dataset measures them. Omit one of the two")
     if dataset is not None or row_bytes is not None:
-        trial = _run_trial(path, dataset, rows, row_bytes, num_workers, variable, nullable)
+        with _trial_folder(path) as folder:
+            if row_bytes is None:
+                trial = try_build(dataset, folder, rows, num_workers, variable, nullable)
+            else:
+                trial = try_writing(row_bytes, rows, folder)
         name = f"{trial.num_rows:,} rows of {trial.name}"
         table = plan_devices(
             {name: make_planned_manifest(trial.row_bytes, trial.num_rows)}, counts, machine
@@ -104,33 +109,6 @@ def plan(
         notes += [] if pack is None else describe_packs(stores, pack)
     Console(markup=False).print(replace(table, notes=[*table.notes, *notes]))
     return 0
-
-
-def _run_trial(
-    path: str | None,
-    dataset: Any,
-    rows: int | None,
-    row_bytes: int | None,
-    num_workers: int,
-    variable: list[str] | dict[str, int] | None,
-    nullable: list[str] | None,
-) -> Trial:
-    """Store some rows of a dataset, or rows of a number of bytes, for a trial."""
-    with _trial_folder(path) as folder:
-        if row_bytes is None:
-            return try_build(
-                dataset,
-                folder,
-                num_rows=rows,
-                num_workers=num_workers,
-                variable=variable,
-                nullable=nullable,
-            )
-        if dataset is not None:
-            raise ValueError(f"row_bytes={row_bytes}: --dataset measures them. Omit one of the two")
-        if rows is None:
-            raise ValueError(f"row_bytes={row_bytes}: --rows is missing, the number of rows")
-        return try_writing(row_bytes, rows, folder)
 
 
 @contextmanager

@@ -80,11 +80,11 @@ class _First(IterableDataset[Any]):
 def try_build(
     dataset: Any,
     folder: Path,
-    *,
     num_rows: int | None = None,
     num_workers: int = 0,
     variable: Sequence[str] | Mapping[str, int] | None = None,
     nullable: Sequence[str] | None = None,
+    *,
     clock: Callable[[], float] = perf_counter,
 ) -> Trial:
     """Store some rows of a dataset in a temporary directory, and remove them.
@@ -184,7 +184,7 @@ def _dataset_rows_in_errors(chosen: Any) -> Iterator[None]:
         raise type(error)(f"{match[1]}{row}{text[match.end() :]}") from error.__cause__
 
 
-def try_writing(row_bytes: int, num_rows: int, folder: Path) -> Trial:
+def try_writing(row_bytes: int, num_rows: int | None, folder: Path) -> Trial:
     """Store rows from memory, which takes as long as a build at least.
 
     Args:
@@ -192,6 +192,8 @@ def try_writing(row_bytes: int, num_rows: int, folder: Path) -> Trial:
         num_rows: Rows of the planned dataset.
         folder: An existing folder, on the disk that the store is for.
     """
+    if num_rows is None:
+        raise ValueError(f"row_bytes={row_bytes}: --rows is missing, the number of rows")
     row_bytes = check_integer("row_bytes", row_bytes, 1)
     num_rows = check_integer("rows", num_rows, 1)
     count = min(num_rows, max(1, _MAX_BYTES // 2 // row_bytes))

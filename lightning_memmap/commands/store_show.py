@@ -2,16 +2,10 @@
 
 from pathlib import Path
 
-from lightning_memmap.arguments import BriefParser
 from lightning_memmap.commands.store_find import open_stores
-from lightning_memmap.commands.store_options import make_function_parser, print_line
+from lightning_memmap.commands.store_options import print_line
 from lightning_memmap.commands.store_page import make_section
 from lightning_memmap.tables import check_page, render_page, write_atomically
-
-
-def make_show_parser() -> BriefParser:
-    """Make the parser of ``store show``."""
-    return make_function_parser(show)
 
 
 def show(path: str, *, out: str = "store.html") -> int:

@@ -75,9 +75,14 @@ class Report:
         return sorted(timed, key=lambda result: -median(result.rates))
 
     @property
+    def parities(self) -> dict[str, Parity]:
+        """The difference of each checked variant from the reference."""
+        return {result.variant: result.parity for result in self.variants if result.parity}
+
+    @property
     def parity_holds(self) -> bool:
         """Whether all variants that were checked agree with the reference."""
-        return all(result.parity.holds for result in self.variants if result.parity)
+        return all(parity.holds for parity in self.parities.values())
 
     @property
     def exit_code(self) -> int:
@@ -153,9 +158,6 @@ IN_PLACE = "check runs have eval_transform, or without one no transform, in plac
 
 def parity_table(report: Report) -> TitledTable:
     """Make a table of the differences from the reference, with problems and notes below."""
-    parities = {
-        result.variant: result.parity for result in report.variants if result.parity is not None
-    }
     tolerance = report.settings["tolerance"]
     rows = [
         [
@@ -168,24 +170,20 @@ def parity_table(report: Report) -> TitledTable:
             _difference(parity.weight_difference, tolerance),
             text("equal", GOOD) if parity.holds else text("DIFFERS", BAD),
         ]
-        for variant, parity in parities.items()
-    ]
-    problems = [
-        text(f"{variant}: {problem}", BAD)
-        for variant, parity in parities.items()
-        for problem in parity.problems
+        for variant, parity in report.parities.items()
     ]
     notes = [
-        text(f"{variant}: {note}", UNSURE)
-        for variant, parity in parities.items()
-        for note in parity.notes
+        text(f"{variant}: {note}", style)
+        for style, attribute in ((BAD, "problems"), (UNSURE, "notes"))
+        for variant, parity in report.parities.items()
+        for note in getattr(parity, attribute)
     ]
     if report.data.get("transform_is_random"):
         notes.append(text(IN_PLACE))
     return TitledTable(
         f"Parity with {report.reference or 'a reference'}",
         make_table([*_PARITY], rows),
-        [*problems, *notes],
+        notes,
     )
 
 
@@ -197,15 +195,14 @@ def _difference(value: float | None, tolerance: float) -> Text:
 
 def loss_table(report: Report) -> TitledTable:
     """Make a table of the losses of check runs in evenly spaced steps."""
-    losses = {
-        result.variant: result.check_losses for result in report.variants if result.check_losses
-    }
+    losses = {result.variant: result.check_losses for result in report.variants}
     last = max(map(len, losses.values()), default=1) - 1
     count = min(_NUM_LOSSES, last + 1)
     steps = sorted({round(index * last / max(count - 1, 1)) for index in range(count)})
     rows = [
         [text(variant), *(_loss(values[step : step + 1]) for step in steps)]
         for variant, values in losses.items()
+        if values
     ]
     labels = ["variant", *(f"step {step}" for step in steps)]
     return TitledTable("Losses of the check runs", make_table(labels, rows))
@@ -296,11 +293,10 @@ def render_html(report: Report) -> str:
 
 
 def _verdict(report: Report) -> Text:
-    checked = {result.variant: result.parity for result in report.variants if result.parity}
-    if different := [variant for variant, parity in checked.items() if not parity.holds]:
+    if different := [name for name, parity in report.parities.items() if not parity.holds]:
         return text(f"Parity does not hold: {', '.join(different)} differ from the reference.", BAD)
     if report.exit_code:
         return text("No difference was found, but not every variant could be compared.", UNSURE)
-    if len(checked) > 1:
-        return text(f"Parity holds: {len(checked)} variants train the same.", GOOD)
+    if (count := len(report.parities)) > 1:
+        return text(f"Parity holds: {count} variants train the same.", GOOD)
     return text("Only one variant could be checked.", UNSURE)

@@ -1,8 +1,8 @@
 """The loaders of a variant: the store, a ``DataLoader``, or one batch replayed."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -124,18 +124,20 @@ def _stack(field: Field, rows: tuple[Any, ...]) -> Tensor | VariableRows:
 
 
 class MappedLoader:
-    """A loader whose batches pass through a function, with an item of each other iterable."""
+    """A loader whose batches pass through a function, with items of further iterators."""
 
-    def __init__(self, loader: Any, function: Callable[..., Any], *others: Iterable[Any]) -> None:
+    def __init__(
+        self, loader: Any, function: Callable[..., Any], *iterators: Callable[[], Iterator[Any]]
+    ) -> None:
         self._loader = loader
         self._function = function
-        self._others = others
+        self._iterators = iterators
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._function, self._loader, *self._others)
+        return map(self._function, self._loader, *(make() for make in self._iterators))
 
     def __getattr__(self, name: str) -> Any:
         # Lightning looks for the sampler, whose epoch it sets, and for the state.
@@ -166,23 +168,15 @@ class RowBatches(TorchSampler[list[int]]):
         for positions in self._positions():
             yield self._order.dataset_rows(self._epoch, positions).tolist()
 
+    def randoms(self, seed: int) -> Iterator[RowRandom]:
+        """Yield the random numbers of the rows of each step, as a `SuperBatchLoader` draws them."""
+        for positions in self._positions():
+            yield RowRandom.at(self._order, self._epoch, positions, seed)
+
     def _positions(self) -> Iterator[range]:
         for step in range(len(self._schedule)):
             start, stop = self._schedule.bounds(step)
             yield range(start + (self._rank - start) % self._size, stop, self._size)
-
-
-class RowRandoms:
-    """The random numbers of the rows of each step, as a `SuperBatchLoader` draws them."""
-
-    def __init__(self, batches: RowBatches, seed: int) -> None:
-        self._batches = batches
-        self._seed = seed
-
-    def __iter__(self) -> Iterator[RowRandom]:
-        batches = self._batches
-        for positions in batches._positions():
-            yield RowRandom.at(batches._order, batches._epoch, positions, self._seed)
 
 
 class PlainData(L.LightningDataModule):
@@ -231,7 +225,7 @@ class PlainData(L.LightningDataModule):
             return MappedLoader(
                 loader,
                 lambda batch, random: on_cpu(batch, 0, random),
-                RowRandoms(batches, self._data.seed),
+                partial(batches.randoms, self._data.seed),
             )
         return loader
 

@@ -15,7 +15,7 @@ CLASSES = {name: strategy for name, strategy, _ in STRATEGIES}
 
 def test_every_strategy_names_what_it_needs_and_has_it_here() -> None:
     assert REQUIRED.keys() == CLASSES.keys()
-    for _, names in REQUIRED.values():
+    for _, *names in REQUIRED.values():
         for alternatives in names:
             assert any(map(has_name, alternatives.split("|")))
 
@@ -25,7 +25,7 @@ def test_strategy_without_a_name_that_it_needs_says_so(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     strategy: Any = CLASSES[name]
-    alternative, names = REQUIRED[name]
+    alternative, *names = REQUIRED[name]
     strategy()
     for alternatives in names:
         for path in alternatives.split("|"):
