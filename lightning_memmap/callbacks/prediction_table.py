@@ -295,14 +295,12 @@ def _path_of_member(path: Path, trainer: L.Trainer) -> Path:
 def _unknown_rows(loader: Any) -> ValueError:
     return ValueError(
         f"PredictionTable: the rows in the batches of {with_article(type(loader).__name__)} are"
-        " unknown. Predict with a MemmapDataModule, or with torch's DataLoader over a map-style"
-        " dataset"
+        " unknown. Predict with a MemmapDataModule, or a DataLoader over a map-style dataset"
     )
 
 
 def _incomplete(trainer: L.Trainer, what: str) -> ValueError:
     return ValueError(
-        f"limit_predict_batches={trainer.limit_predict_batches}: {what} would be predicted, but a"
-        " table has a row for each row of the dataset. Predict all batches, or remove"
-        " PredictionTable"
+        f"limit_predict_batches={trainer.limit_predict_batches}: {what} would be predicted, and a"
+        " table has each row of the dataset. Predict all batches, or remove PredictionTable"
     )

@@ -38,15 +38,16 @@ def compare(args: list[str]) -> int:
         return 2
     code = report.exit_code
     out = Path(options.out)
+    written = ""
     try:
         # Written first, so that a later error cannot lose hours of work.
         report.write(out / REPORT)
+        written = f"\n{out / REPORT}"
     except OSError as error:
         print_error(error)
         code = 2
     print_report(report, console)
-    if code != 2:
-        console.print(f"\n{out / REPORT}", soft_wrap=True)
+    console.print(written, soft_wrap=True)
     try:
         write_atomically(out / PAGE, render_html(report).encode())
         console.print(str(out / PAGE), soft_wrap=True)

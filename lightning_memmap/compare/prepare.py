@@ -102,8 +102,7 @@ def prepare_store(
     if not len(schedule):
         raise ValueError(
             f"batch_size={data.batch_size} on {devices} devices needs {global_batch} rows per"
-            f" step, but an epoch of the training split has {order.num_positions}. Choose smaller"
-            " ones"
+            f" step, and an epoch has {order.num_positions} training rows. Choose smaller ones"
         )
     read = stored_batches(store, order, data.layout, data.decode)
     probes = range(min(_PROBE_ROWS, order.num_positions))

@@ -16,24 +16,30 @@ fsdp2                   memmap_fsdp2
   sharding/states         whole and sharded states, for checkpoints
 pipeline                memmap_pipeline
   pipelining/cut          the stages of each process
-  pipelining/stage_pipeline          batches go through them (scheduled_stage)
+  pipelining/stage_pipeline   batches go through them
   pipelining/exchange     what processes exchange otherwise
+  pipelining/states       whole and local states, for checkpoints
   pipelining/known_gradients  losses whose gradients were computed before ``backward``
 independent             memmap_independent
   members/processes       the processes of members
   members/results         what they record
 
-Bases of several strategies are in `common`, each on the one above:
+The bases are in `common`. The data-parallel rank of a process, by which its rows are chosen, is in
+`placement.topology`. Arrows lead to the class that derives from another one:
 
-checked                 what every strategy checks when it starts (checkpoints, overrides)
-data_devices            which devices hold the data
-one_process             strategies of one process
-processes               strategies of several processes (failures, same_rows)
-weighted_loss           where the loss of an uneven step is weighted
-split_module            strategies under which no process has the whole module
+    base.MemmapStrategy -> seeded_steps.SeededSteps -> data_devices.DataDevices
+      DataDevices -> weighted_loss.WeightedLoss       where the loss of an uneven step is weighted
+      DataDevices -> processes.SeveralProcesses       several processes; errors name their cause
+    base.MemmapStrategy -> one_process.OneNode        one process on one machine
+      OneNode, WeightedLoss -> one_process.OneProcess
+        -> superbatch, data_parallel, model_parallel
+      OneNode, WeightedLoss -> independent
+      WeightedLoss, SeveralProcesses -> superbatch_ddp
+      WeightedLoss, SeveralProcesses -> split_module.SplitModule   no process has the whole module
+        -> fsdp2, pipeline
 
-And functions: meta_device initialises modules there, split_rows divides batches, stages finds the
-stages of a module.
+And functions: checkpoints replaces files and folders at once, meta_device initialises modules
+there, split_rows divides batches, stages finds the stages of a module, buckets joins tensors.
 """
 
 from typing import Any

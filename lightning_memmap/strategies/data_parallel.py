@@ -72,8 +72,7 @@ class DataParallelStrategy(OneProcess):
         if self.data_devices[0] != self.root_device:
             raise ValueError(
                 f"data_devices={[str(device) for device in self.data_devices]}: the first must be"
-                f" the root device, {self.root_device}, which holds the module; put it first, or"
-                " pass other devices to the Trainer"
+                f" the root device, {self.root_device}; pass other devices here or to the Trainer"
             )
 
     @property
@@ -99,9 +98,9 @@ class DataParallelStrategy(OneProcess):
         check_replicable(module, self.data_devices)
         if self._layer_sync is not None and self.num_separate_batches > 1:
             raise ValueError(
-                f"sync_batchnorm=True with {self.num_separate_batches} replicas: memmap_dp computes"
-                " batch norm on the rows of each; omit it, use group or layer norm, or"
-                " memmap_superbatch, whose batch norm is over all rows of a step"
+                f"sync_batchnorm=True with {self.num_separate_batches} replicas: each has its own"
+                " batch norm; omit it, or use memmap_superbatch, whose batch norm is over all rows"
+                " of a step"
             )
         super().setup(trainer)
         # `batch_to_device` runs the module's transfer hooks on the batch of each replica.
@@ -152,9 +151,8 @@ class DataParallelStrategy(OneProcess):
         outputs = replicas.run(name, batch.batches, contexts, *args, **kwargs)
         for scheduler, _ in self._scheduler_steps() - before:
             raise RuntimeError(
-                f"a step of the module steps the {type(scheduler).__name__}, and under memmap_dp"
-                " every replica would: leave it to automatic optimization, or train with"
-                " memmap_superbatch, memmap_superbatch_ddp or ddp"
+                f"a step of the module steps the {type(scheduler).__name__}, as every replica"
+                " would: leave it to automatic optimization, or train with memmap_superbatch"
             )
         merge_logs(replicas.logs, batch.row_ranges, module)
         lengths = self._lengths.setdefault(name, OutputLengths())

@@ -223,7 +223,8 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         module = self.module
         trainer.accelerator.setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            self.check_fit(trainer)
+            self.check_callbacks(trainer)
+            self.check_dense_gradients()
         if (sharding := _SHARDED.get(module)) is None:
             self._shard(module)
         else:

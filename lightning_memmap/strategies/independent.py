@@ -84,6 +84,7 @@ class IndependentStrategy(WeightedLoss, OneNode):
     num_processes = num_members
 
     @property
+    @override
     def processes_per_device(self) -> int:  # type: ignore[override]
         """The number of members that hold their data on this member's device."""
         num_devices = max(1, len(self.parallel_devices))

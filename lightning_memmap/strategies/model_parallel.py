@@ -164,8 +164,7 @@ def _layer_groups(module: nn.Module) -> tuple[str, list[list[nn.Module]]]:
     if len(sequences) != 1:
         raise ValueError(
             f"the module has {len(sequences)} attributes that are an nn.Sequential"
-            f" {list(sequences)}, and exactly one can be cut: define a method stages() that returns"
-            " the layers in their order"
+            f" {list(sequences)}, and one is needed: define stages(), which returns the layers"
         )
     ((name, sequence),) = sequences.items()
     return name, [[layer] for layer in sequence]

@@ -187,7 +187,9 @@ class PipelineStrategy(SplitModule, DDPStrategy):
         module = self.module
         num_pipelines, size = self.sizes
         if trainer.state.fn == TrainerFn.FITTING:
-            self.check_fit(trainer, averages=num_pipelines > 1)
+            self.check_callbacks(trainer)
+            if num_pipelines > 1:
+                self.check_dense_gradients()
         self._check_options(module)
         interleaved = self._schedule == "interleaved"
         stages = cut_module(module, size, interleaved, self.precision_plugin.forward_context)
@@ -271,8 +273,7 @@ class PipelineStrategy(SplitModule, DDPStrategy):
         if not is_called_in(self.module, STEPS):
             raise RuntimeError(
                 "memmap_pipeline: the module was called outside of a step, where it would wait for"
-                " other processes of its pipeline: call it in training_step, validation_step,"
-                " test_step or predict_step"
+                f" other processes of its pipeline: call it in {', '.join(STEPS)}"
             )
         num_rows = _num_rows_of(args)
         if torch.is_grad_enabled():

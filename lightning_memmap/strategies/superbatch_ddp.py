@@ -120,6 +120,7 @@ class SuperBatchDDPStrategy(WeightedLoss, SeveralProcesses, DDPStrategy):
         return self.process_devices[0]
 
     @property
+    @override
     def data_devices(self) -> tuple[torch.device, ...]:
         """The devices of this process that hold shards and serve batches."""
         devices = self.process_devices
@@ -202,9 +203,8 @@ class SuperBatchDDPStrategy(WeightedLoss, SeveralProcesses, DDPStrategy):
         if self._has_thawed() and wrapper.require_backward_grad_sync:
             names = [name for name, param in self._frozen.items() if param.requires_grad]
             raise ValueError(
-                f"{', '.join(names)}: requires_grad was set to True inside training_step, and DDP"
-                " would not average the gradients; set it before the step, as in the hook"
-                " on_train_batch_start"
+                f"{', '.join(names)}: requires_grad was set to True inside training_step, too late"
+                " for DDP to average the gradients; set it in on_train_batch_start"
             )
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 

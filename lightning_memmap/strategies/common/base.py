@@ -3,12 +3,19 @@
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import Strategy
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
-from lightning_memmap._compat.modules import uncompiled_log
+from lightning_memmap._compat.checkpoints import read_checkpoint_folder
+from lightning_memmap._compat.modules import uncompiled_log, unless_none
 from lightning_memmap._compat.required import check_strategy
-from lightning_memmap.strategies.common.checkpoints import ReplacesCheckpoints
+from lightning_memmap.strategies.common.checkpoints import (
+    ReplacingCheckpointIO,
+    is_checkpoint_folder,
+    local_path,
+)
 
 #: The methods of a module that a Trainer calls with a batch.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -34,8 +41,11 @@ class Overrides:
             vars(owner).update(before)
 
 
-class MemmapStrategy(ReplacesCheckpoints):
-    """A strategy that starts only if torch and Lightning have the private names it needs."""
+class MemmapStrategy(Strategy):
+    """A strategy that starts only if torch and Lightning have the private names it needs.
+
+    It uses `ReplacingCheckpointIO` where Lightning would use its own `TorchCheckpointIO`.
+    """
 
     strategy_name: str
 
@@ -66,3 +76,27 @@ class MemmapStrategy(ReplacesCheckpoints):
     def teardown(self) -> None:
         self.overrides.undo()
         super().teardown()
+
+    @property
+    @override
+    def checkpoint_io(self) -> Any:
+        if type(super().checkpoint_io) is TorchCheckpointIO:
+            self.checkpoint_io = ReplacingCheckpointIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        if hasattr(io, "checkpoint_io"):
+            # It wraps another one. The setter does nothing if it has one already.
+            io.checkpoint_io = ReplacingCheckpointIO()
+        Strategy.checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a file, or a folder to which processes have saved shards."""
+        path = local_path(checkpoint_path)
+        if path is not None and is_checkpoint_folder(path):
+            return read_checkpoint_folder(path, weights_only)
+        return super().load_checkpoint(checkpoint_path, *unless_none(weights_only))

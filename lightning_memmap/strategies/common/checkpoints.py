@@ -13,11 +13,9 @@ import fsspec
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from lightning_memmap._compat.checkpoints import METADATA, read_checkpoint_folder
-from lightning_memmap._compat.modules import unless_none
+from lightning_memmap._compat.checkpoints import METADATA
 from lightning_memmap.ranks import is_rank_zero
 from lightning_memmap.store.files import sync_path
 
@@ -39,7 +37,7 @@ class ReplacingCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
     ) -> None:
-        target = _local_path(path)
+        target = local_path(path)
         if target is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -51,7 +49,7 @@ class ReplacingCheckpointIO(TorchCheckpointIO):
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
-        target = _local_path(path)
+        target = local_path(path)
         if target is None or not is_checkpoint_folder(target):
             super().remove_checkpoint(path)
             return
@@ -60,34 +58,6 @@ class ReplacingCheckpointIO(TorchCheckpointIO):
         remove_path(partial)
         os.rename(target, partial)
         remove_path(partial)
-
-
-class ReplacesCheckpoints(Strategy):
-    """Uses `ReplacingCheckpointIO` where Lightning would use its own `TorchCheckpointIO`."""
-
-    @property
-    @override
-    def checkpoint_io(self) -> Any:
-        if type(super().checkpoint_io) is TorchCheckpointIO:
-            self.checkpoint_io = ReplacingCheckpointIO()
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: Any) -> None:
-        if hasattr(io, "checkpoint_io"):
-            # It wraps another one. The setter does nothing if it has one already.
-            io.checkpoint_io = ReplacingCheckpointIO()
-        Strategy.checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
-
-    @override
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Load a file, or a folder to which processes have saved shards."""
-        path = _local_path(checkpoint_path)
-        if path is not None and is_checkpoint_folder(path):
-            return read_checkpoint_folder(path, weights_only)
-        return super().load_checkpoint(checkpoint_path, *unless_none(weights_only))
 
 
 @contextmanager
@@ -171,7 +141,7 @@ def _exchange(first: Path, second: Path) -> bool:
     raise OSError(error, os.strerror(error), str(second))
 
 
-def _local_path(path: Any) -> Path | None:
+def local_path(path: Any) -> Path | None:
     """Return the path of a local file; None for the URL of another file system."""
     file_system, local = fsspec.core.url_to_fs(str(path))
     return Path(local) if isinstance(file_system, LocalFileSystem) else None

@@ -19,7 +19,7 @@ from lightning_memmap._compat.modules import (
     writes_on_meta,
 )
 from lightning_memmap._compat.tensors import num_writes
-from lightning_memmap.errors import UnsuitableModuleError
+from lightning_memmap.errors import UnsuitableModuleError, describe_error
 
 
 def post_order(module: nn.Module) -> Iterator[nn.Module]:
@@ -106,7 +106,7 @@ class MetaInitializer:
         except Exception as error:
             raise UnsuitableModuleError(
                 f"{self._label(module)} is on the meta device, and its initialisation failed"
-                f" there ({type(error).__name__}: {error}): build it on the CPU"
+                f" there ({describe_error(error)}): build it on the CPU"
             ) from error
 
     def _check(self, root: L.LightningModule, versions: dict[NamedTensor, int]) -> None:
@@ -144,23 +144,23 @@ class MetaInitializer:
         remedy = (
             "build it on the CPU, or pass a checkpoint of all weights (ckpt_path) to the Trainer"
         )
-        if missing:
-            raise UnsuitableModuleError(
-                f"{self._list(missing)}: on the meta device, and nothing initialises this: add a"
-                " method reset_parameters to the class, as torch's own layers have, or a method"
-                f" _init_weights(module) to a module around it; {remedy}"
-            )
-        if adapters:
-            raise UnsuitableModuleError(
-                f"{self._list(adapters)}: an adapter on the meta device, which reset_parameters"
-                f" does not initialise: {remedy}"
-            )
-        if changed:
-            raise UnsuitableModuleError(
-                f"{self._list(changed)}: on the meta device, and changed after its construction and"
-                " initialisation, which reset_parameters and _init_weights(module) would not"
-                f" repeat: change it in one of these methods; {remedy}"
-            )
+        for keys, problem in (
+            (
+                missing,
+                "on the meta device, and nothing initialises this: add a method reset_parameters to"
+                " the class, as torch's own layers have, or a method _init_weights(module) to a"
+                " module around it",
+            ),
+            (adapters, "an adapter on the meta device, which reset_parameters does not initialise"),
+            (
+                changed,
+                "on the meta device, and changed after its construction and initialisation, which"
+                " reset_parameters and _init_weights(module) would not repeat: change it in one of"
+                " these methods",
+            ),
+        ):
+            if keys:
+                raise UnsuitableModuleError(f"{self._list(keys)}: {problem}; {remedy}")
         for holders in initialized.values():
             if len(holders) > 1:
                 raise UnsuitableModuleError(

@@ -99,6 +99,7 @@ class OneProcess(WeightedLoss, OneNode):
             check_device(device)
 
     @property
+    @override
     def data_devices(self) -> tuple[torch.device, ...]:
         """The devices that hold shards and serve batches."""
         return tuple(

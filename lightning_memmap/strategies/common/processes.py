@@ -34,8 +34,7 @@ class SeveralProcesses(DataDevices, ParallelStrategy):
             raise ValueError(
                 f"{self.world_size} processes (devices x num_nodes), but a process group of"
                 f" {dist.get_world_size()} from an earlier Trainer is still active. Use the same"
-                " number of processes, or call torch.distributed.destroy_process_group() in"
-                " between and continue on rank 0"
+                " number, or call torch.distributed.destroy_process_group() and continue on rank 0"
             )
         super()._configure_launcher()
 

@@ -29,16 +29,19 @@ class SplitModule(WeightedLoss, SeveralProcesses):
         *WEIGHT_AVERAGING,
     )
 
-    def check_fit(self, trainer: Trainer, averages: bool = True) -> None:
-        """Raise for callbacks that need the whole module, and for gradients without an average."""
+    def check_callbacks(self, trainer: Trainer) -> None:
+        """Raise for callbacks that need the whole module."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, self.unsupported_callbacks):
                 raise ValueError(
                     f"{type(callback).__name__} needs the weights of the whole module, and under"
                     f" {self.strategy_name} no process holds them; omit it, or {_ALTERNATIVES}"
                 )
+
+    def check_dense_gradients(self) -> None:
+        """Raise for sparse gradients, which are not averaged."""
         for name, child in self.module.named_modules():
-            if averages and isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
+            if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
                 raise ValueError(
                     f"{name}: {type(child).__name__} with sparse=True, and {self.strategy_name}"
                     " cannot average sparse gradients over processes; create it with sparse=False"
@@ -79,9 +82,8 @@ class SplitModule(WeightedLoss, SeveralProcesses):
         super().setup_optimizers(trainer)
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
             raise ValueError(
-                "LBFGS: it needs the gradients of the whole module on one process, and under"
-                f" {self.strategy_name} no process has them all; use an optimizer that updates each"
-                f" parameter by itself, such as AdamW or SGD, or {_ALTERNATIVES}"
+                f"LBFGS needs all gradients on one process, and {self.strategy_name} divides them;"
+                f" use an optimizer such as AdamW or SGD, or {_ALTERNATIVES}"
             )
 
     @override
@@ -91,8 +93,8 @@ class SplitModule(WeightedLoss, SeveralProcesses):
         """Run the backward pass of a loss that is computed from outputs."""
         if closure_loss.is_meta or isinstance(closure_loss, DTensor):
             raise ValueError(
-                "the loss has a term computed from the parameters themselves, such as a penalty on"
-                f" their norms, and under {self.strategy_name} no process holds all of them; use"
-                f" the optimizer's weight_decay for an L2 penalty, or {_ALTERNATIVES}"
+                "the loss has a term computed from the parameters themselves, which"
+                f" {self.strategy_name} divides; use weight_decay for an L2 penalty, or"
+                f" {_ALTERNATIVES}"
             )
         return super().backward(closure_loss, optimizer, *args, **kwargs)

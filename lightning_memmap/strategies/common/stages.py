@@ -49,8 +49,7 @@ def parameters_by_stage(
         if first_stage != stage:
             raise ValueError(
                 f"{first_name} ({_label(first_stage)}) and {name} ({_label(stage)}) are one"
-                " parameter, which can only be in one place: put the layers that share it into one"
-                " item of stages(), or untie them"
+                " parameter: put the layers that share it into one item of stages(), or untie them"
             )
     return parameters
 

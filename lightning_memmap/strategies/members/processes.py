@@ -24,6 +24,7 @@ from lightning_memmap._compat.launchers import (
     script_command,
     share_threads,
 )
+from lightning_memmap.errors import describe_error
 from lightning_memmap.logged_process import LoggedProcess, on_sigterm
 from lightning_memmap.strategies.members.results import (
     ABSENT,
@@ -119,7 +120,7 @@ class MemberLauncher(ScriptLauncher):  # type: ignore[misc]
             # A Tuner ends the fit of a trial.
             raise
         except BaseException as error:
-            result = replace(result, status=FAILED, error=f"{type(error).__name__}: {error}")
+            result = replace(result, status=FAILED, error=describe_error(error))
             raise
         finally:
             logged = trainer.callback_metrics if result.status == DONE else {}
@@ -232,8 +233,7 @@ def _root_directory(trainer: Any) -> Path:
     root = trainer.default_root_dir
     if inherited is None and "://" in root:
         raise ValueError(
-            f"default_root_dir={root!r}: memmap_independent records the results of its members"
-            " there; choose a local directory, and a remote one for checkpoints with"
-            " ModelCheckpoint(dirpath=...)"
+            f"default_root_dir={root!r}: choose a local directory, in which members record their"
+            " results, and a remote one for checkpoints with ModelCheckpoint(dirpath=...)"
         )
     return Path(inherited or root).absolute()

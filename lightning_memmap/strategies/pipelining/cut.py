@@ -1,6 +1,6 @@
 """Cutting a module into the stages of a pipeline, of which a process keeps its own."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -41,9 +41,8 @@ def cut_module(
     if len(stages) < num_processes or (interleaved and len(stages) % num_processes):
         needed = "a multiple of" if interleaved else "at least"
         raise ValueError(
-            f"{type(module).__name__}.stages() returns {len(stages)} stages for"
-            f" {num_processes} processes of a pipeline: their number must be {needed}"
-            f" {num_processes}"
+            f"{type(module).__name__}.stages() returns {len(stages)} stages for {num_processes}"
+            f" processes of a pipeline: return {needed} {num_processes}"
         )
     _check_parameters(module, stages)
     ranges = even_ranges(len(stages), len(stages) if interleaved else num_processes)
@@ -66,29 +65,35 @@ def keep_local(
     before = getattr(module, "pipeline_split", None)
     if before not in (None, split):
         raise ValueError(
-            f"{type(module).__name__} was cut before, and this process holds only the stages"
-            f" of rank {before[0]} of {before[1]}: create a new module and load a checkpoint into"
-            " it"
+            f"{type(module).__name__} was cut before, and this process holds only the stages of"
+            f" rank {before[0]} of {before[1]}: load a checkpoint into a new module"
         )
     local = {index: stage for index, stage in enumerate(stages) if index % size == rank}
     if before is None:
-        local_modules = {child for stage in local.values() for child in stage.modules()}
-        remote_modules = {child for stage in stages for child in stage.modules()} - local_modules
-        initializer = MetaInitializer(module)
-        for child in dict.fromkeys(post_order(module)):
-            if child not in remote_modules:
-                initializer.initialize(child, device)
-        kept = {id(tensor) for stage in local.values() for tensor in module_tensors(stage)}
-        with same_parameters():
-            for index, stage in enumerate(stages):
-                if index not in local:
-                    apply_to_tensors(stage, lambda t: t if id(t) in kept else t.to("meta"))
+        _drop_remote(module, stages, local, device)
     module.pipeline_split = split
     for root in (module, *local.values()):
         # `to` would raise for tensors on the meta device. Expanded tensors can't be written to.
         apply_to_tensors(root, lambda t: t if t.is_meta else t.to(device).contiguous())
     set_device_attribute(module, device)
     return local
+
+
+def _drop_remote(
+    module: Any, stages: Sequence[Any], local: Mapping[int, nn.Module], device: torch.device
+) -> None:
+    """Initialise what this process has, and move everything else to the meta device."""
+    local_modules = {child for stage in local.values() for child in stage.modules()}
+    remote_modules = {child for stage in stages for child in stage.modules()} - local_modules
+    initializer = MetaInitializer(module)
+    for child in dict.fromkeys(post_order(module)):
+        if child not in remote_modules:
+            initializer.initialize(child, device)
+    kept = {id(tensor) for stage in local.values() for tensor in module_tensors(stage)}
+    with same_parameters():
+        for index, stage in enumerate(stages):
+            if index not in local:
+                apply_to_tensors(stage, lambda t: t if id(t) in kept else t.to("meta"))
 
 
 def _checked_stages(module: L.LightningModule) -> list[nn.Module]:
@@ -109,9 +114,8 @@ def _check_parameters(module: L.LightningModule, stages: Sequence[nn.Module]) ->
     for stage, name, parameter in parameters_by_stage(module, stages):
         if parameter not in parameters:
             raise ValueError(
-                f"stage {stage} has a parameter {name!r} that isn't in {type(module).__name__}, so"
-                " no checkpoint would contain it: keep the module that it belongs to as an"
-                " attribute"
+                f"stage {stage} has a parameter {name!r} that isn't in {type(module).__name__}, and"
+                " in no checkpoint: keep the module that it belongs to as an attribute"
             )
         if stage is None:
             raise ValueError(

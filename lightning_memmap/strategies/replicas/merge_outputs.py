@@ -47,9 +47,8 @@ class OutputLengths:
             sizes = ", ".join(map(str, rows))
             rank_zero_warn(
                 f"output{path} has {lengths[0]} entries on replicas of {sizes} rows, so its entries"
-                f" aren't rows, although steps with {lengths[0]} rows per replica merged them as"
-                " rows. From now on it is a list with a value per replica. Return value[None] to"
-                " have a list from the beginning"
+                f" aren't rows, as they seemed before. From now on it is a list with a value per"
+                " replica; return value[None] to have a list from the beginning"
             )
         return False
 

@@ -28,9 +28,8 @@ def check_replicable(module: LightningModule, devices: Sequence[torch.device]) -
     for name, child in module.named_modules():
         if is_compiled(child):
             raise UnsuitableModuleError(
-                f"the submodule {name or 'self'!r} was compiled on its own, and memmap_dp"
-                " cannot replicate it: pass torch.compile(module) of the whole LightningModule to"
-                " the Trainer, or use memmap_superbatch"
+                f"the submodule {name or 'self'!r} was compiled on its own, and has no replicas:"
+                " pass torch.compile(module) to the Trainer, or use memmap_superbatch"
             )
         if any(map(is_lazy, child.parameters(recurse=False))):
             raise ValueError(
@@ -39,7 +38,7 @@ def check_replicable(module: LightningModule, devices: Sequence[torch.device]) -
             )
         if isinstance(child, Metric) and (unmerged := unmerged_state(child)):
             raise ValueError(
-                f"the metric {name!r} ({type(child).__name__}) has {unmerged}, so the counts of"
-                " replicas cannot be merged: use memmap_superbatch, or update the metric in a"
-                " callback from the step's output"
+                f"the metric {name!r} ({type(child).__name__}) has {unmerged}, which replicas"
+                " cannot merge: use memmap_superbatch, or update it in a callback from the step's"
+                " output"
             )
