@@ -13,7 +13,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ from lightning_memmap.strategies import DataParallelStrategy
 from lightning_memmap.strategies.replicas.merge_outputs import OutputMerger
 from tests.support.models import Points, Regression, make_trainer, weights
 from tests.support.rows import joined
-from tests.support.versions import EMAWeightAveraging, needs_ema, weights_only
+from tests.support.versions import EMAWeightAveraging, needs_ema
 
 #: Two steps of 24 rows and one of 41: uneven for 2, 3 and 4 replicas.
 TRAIN, VAL = Points(89), Points(31, 100)
@@ -82,10 +81,10 @@ def fit_one(path: Path, module: Any, **options: Any) -> L.Trainer:
 
 
 def assert_trains_as_one(
-    path: Path, make: Callable[[], Any], devices: Any = 4, reference: Any = None, **options: Any
+    path: Path, make: Callable[[], Any], devices: Any = 4, **options: Any
 ) -> tuple[Any, Any]:
     """Train two modules, as replicas and on one device, and compare their weights."""
-    found, expected = make(), (reference or make)()
+    found, expected = make(), make()
     fit_dp(path, found, devices, **options)
     fit_one(path, expected, **options)
     torch.testing.assert_close(weights(found), weights(expected), **EXACT)
@@ -184,6 +183,40 @@ class Changing(Base):
                 optimizer.add_param_group({"params": list(self.net[1].parameters())})
 
 
+class Twice(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Replaced(Base):
+    """Layers get another class once the sanity check has made copies of them."""
+
+    def on_train_start(self) -> None:
+        self.net[0].__class__ = Twice
+        nn.utils.parametrizations.weight_norm(self.net[2])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net[0].parameters(), lr=0.1)
+
+
+class Recomputing(Base):
+    """Activations are computed again in the backward pass."""
+
+    def loss(self, batch: Any) -> Tensor:
+        y = checkpoint(self.net, batch["x"], use_reentrant=False)
+        return nn.functional.mse_loss(y, batch["y"])
+
+
+class Choosing(Base):
+    """A replica may have no loss, and in the second step none has one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        keep = batch["row"] % 4 != 0
+        if batch_idx == 1 or not keep.any():
+            return None
+        return self.loss({k: v[keep] for k, v in batch.items()})
+
+
 class Lbfgs(Base):
     """An optimizer that asks for several closures in a step."""
 
@@ -196,7 +229,11 @@ class TestWeights:
         ("make", "devices"),
         [
             *((Base, devices) for devices in (2, 3, 4, SIDE_BY_SIDE)),
-            *itertools.product((Zoo, FollowingTeacher, Changing, Lbfgs), (3, SIDE_BY_SIDE)),
+            *itertools.product(
+                (Zoo, FollowingTeacher, Changing, Recomputing, Lbfgs), (3, SIDE_BY_SIDE)
+            ),
+            (Replaced, SIDE_BY_SIDE),
+            (Choosing, 4),
         ],
         ids=lambda value: getattr(value, "__name__", str(value)),
     )
@@ -204,9 +241,8 @@ class TestWeights:
         self, tmp_path: Path, make: Callable[[], Base], devices: Any
     ) -> None:
         found, expected = make(), make()
-        options: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0}
-        trainer = fit_dp(tmp_path, found, devices, **options)
-        reference = fit_one(tmp_path, expected, **options)
+        trainer = fit_dp(tmp_path, found, devices, max_epochs=2)
+        reference = fit_one(tmp_path, expected, max_epochs=2)
         torch.testing.assert_close(weights(found), weights(expected), **EXACT)
         metrics, wanted = trainer.callback_metrics, reference.callback_metrics
         torch.testing.assert_close(metrics["val_loss"], wanted["val_loss"], **EXACT)
@@ -220,25 +256,6 @@ class TestWeights:
             trainer = fit(tmp_path, module, max_epochs=2, callbacks=[EMAWeightAveraging(decay=0.7)])
             values.append((weights(module), trainer.callback_metrics["val_loss"]))
         torch.testing.assert_close(values[0], values[1], **EXACT)
-
-    @pytest.mark.parametrize("change", ["class", "weight_norm"])
-    def test_layers_that_become_others_are_followed(self, tmp_path: Path, change: str) -> None:
-        class Twice(nn.Linear):
-            def forward(self, x: Tensor) -> Tensor:
-                return 2 * super().forward(x)
-
-        class Changing(Base):
-            def on_train_start(self) -> None:
-                # The sanity check has made copies before.
-                if change == "class":
-                    self.net[0].__class__ = Twice
-                else:
-                    nn.utils.parametrizations.weight_norm(self.net[0])
-
-            def configure_optimizers(self) -> Any:
-                return torch.optim.SGD(self.net[2].parameters(), lr=0.1)
-
-        assert_trains_as_one(tmp_path, Changing, SIDE_BY_SIDE)
 
     def test_module_keeps_its_own_attributes_while_replicas_compute(self, tmp_path: Path) -> None:
         class Counting(Base):
@@ -399,21 +416,6 @@ class TestState:
             loss = nn.functional.mse_loss(module.eval().net(VAL.x.double()), VAL.y.double())
         assert trainer.callback_metrics["val_loss"].item() == pytest.approx(loss.item(), rel=1e-9)
 
-    def test_dropout_repeats_with_its_seed(self, tmp_path: Path) -> None:
-        class Dropping(Base):
-            def build(self) -> None:
-                self.net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 1))
-
-        found = []
-        fit_dp(tmp_path, Dropping(), 4)  # The stores are built, which draws random numbers.
-        for seed in (5, 5, 6):
-            module = Dropping()
-            torch.manual_seed(seed)
-            fit_dp(tmp_path, module, 4, max_epochs=2)
-            found.append(weights(module))
-        assert torch.equal(found[0], found[1])
-        assert not torch.equal(found[0], found[2])
-
     @pytest.mark.parametrize("devices", [["cpu"] * 3, SIDE_BY_SIDE[:3]], ids=str)
     def test_replicas_begin_each_step_as_replica_0_is(
         self, tmp_path: Path, devices: list[str]
@@ -511,25 +513,6 @@ class TestState:
         torch._dynamo.reset()
         torch.testing.assert_close(weights(found), weights(expected), **EXACT)
 
-    @pytest.mark.parametrize("devices", [2, SIDE_BY_SIDE], ids=str)
-    def test_activations_may_be_computed_again(self, tmp_path: Path, devices: Any) -> None:
-        class Again(Base):
-            def loss(self, batch: Any) -> Tensor:
-                y = checkpoint(self.net, batch["x"], use_reentrant=False)
-                return nn.functional.mse_loss(y, batch["y"])
-
-        assert_trains_as_one(tmp_path, Again, devices, reference=Base)
-
-    def test_module_is_left_as_it_was(self, tmp_path: Path) -> None:
-        module = Counted()
-        before = {*vars(module), "_hparams"}  # Lightning's own trace.
-        metrics = dict(module.named_modules())
-        trainer = fit_dp(tmp_path, module, 4)
-        assert set(vars(module)) == before
-        assert dict(module.named_modules()) == metrics
-        assert module.trainer is trainer
-        assert trainer.model is module
-
 
 class Counted(Base):
     """Logs numbers and metrics in all ways."""
@@ -598,19 +581,6 @@ class TestLogs:
         assert_alike(values["dp"], values["one"])
         assert_alike(values["dp last"], values["one last"])
 
-    @pytest.mark.parametrize(
-        ("metric", "reason"),
-        [(PearsonCorrCoef(), "without a dist_reduce_fx"), (RunningMean(3), "a window of updates")],
-        ids=["state", "window"],
-    )
-    def test_metric_that_cannot_be_merged_is_refused(
-        self, tmp_path: Path, metric: Any, reason: str
-    ) -> None:
-        module = Base()
-        module.some = metric
-        with pytest.raises(ValueError, match=rf"metric 'some' .*{reason}"):
-            fit_dp(tmp_path, module)
-
     def test_replicas_that_log_other_names_are_merged(self, tmp_path: Path) -> None:
         class Uneven(Base):
             def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -645,17 +615,6 @@ class TestOutputs:
         trainer = make_trainer(tmp_path, strategy="memmap_dp", devices=4)
         predictions: Any = trainer.predict(Doubling(), datamodule=make_data(tmp_path, 6))
         assert torch.equal(torch.cat(predictions), 2 * torch.arange(100, 131))
-
-    def test_replica_that_returns_none_takes_no_part(self, tmp_path: Path) -> None:
-        class Choosing(Base):
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                keep = batch["row"] % 4 != 0
-                # Of the second step, there is no loss at all.
-                if batch_idx == 1 or not keep.any():
-                    return None
-                return self.loss({k: v[keep] for k, v in batch.items()})
-
-        assert_trains_as_one(tmp_path, Choosing)
 
     @pytest.mark.parametrize("output", [{"other": 1.0}, 3.5])
     def test_output_that_lightning_rejects_is_rejected(self, tmp_path: Path, output: Any) -> None:
@@ -704,24 +663,14 @@ class TestOutputs:
         assert seen == [[None, 1, 2, 3]] * STEPS
 
 
+def having(name: str, value: Any) -> Base:
+    """A module with another attribute."""
+    module = Base()
+    setattr(module, name, value)
+    return module
+
+
 class TestErrors:
-    @pytest.mark.parametrize("devices", [3, SIDE_BY_SIDE], ids=str)
-    def test_error_in_a_replica_is_raised(self, tmp_path: Path, devices: Any) -> None:
-        class Failing(Base):
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                if 7 in batch["row"]:
-                    raise KeyError("row 7")
-                return super().training_step(batch, batch_idx)
-
-        with pytest.raises(KeyError, match="row 7"):
-            fit_dp(tmp_path, Failing(), devices)
-
-    def test_manual_optimization_is_refused(self, tmp_path: Path) -> None:
-        module = Base()
-        module.automatic_optimization = False
-        with pytest.raises(ValueError, match=r"automatic_optimization=False.*memmap_superbatch"):
-            fit_dp(tmp_path, module)
-
     @pytest.mark.parametrize("devices", [3, SIDE_BY_SIDE], ids=str)
     def test_step_of_a_scheduler_is_refused(self, tmp_path: Path, devices: Any) -> None:
         class Stepping(Base):
@@ -738,41 +687,27 @@ class TestErrors:
             fit_dp(tmp_path, Stepping(), devices)
 
     @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated")
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"mode": "reduce-overhead"},
-            {"mode": "max-autotune"},
-            {"options": {"triton.cudagraphs": True}},
-            {"backend": "cudagraphs"},
-        ],
-        ids=str,
-    )
-    def test_cuda_graphs_on_several_devices_are_refused(self, tmp_path: Path, options: Any) -> None:
-        compiled: Any = torch.compile(Base(), **options)
-        with pytest.raises(ValueError, match=r"CUDA graphs.* 4 devices"):
-            fit_dp(tmp_path, compiled, SIDE_BY_SIDE)
-
-    @pytest.mark.parametrize(
-        ("make", "error", "match"),
-        [
-            (
-                lambda: torch.compile(nn.Linear(8, 1), backend="eager"),
-                TypeError,
-                "'net'",
-            ),
-            (lambda: nn.LazyLinear(1), ValueError, "'net'"),
-        ],
-        ids=["compiled", "lazy"],
-    )
     @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-    def test_submodule_that_cannot_be_replicated_is_refused(
-        self, tmp_path: Path, make: Any, error: Any, match: str
+    @pytest.mark.parametrize(
+        ("make", "match"),
+        [
+            (lambda: torch.compile(Base(), mode="reduce-overhead"), "CUDA graphs.* 4 devices"),
+            (lambda: torch.compile(Base(), mode="max-autotune"), "CUDA graphs"),
+            (lambda: torch.compile(Base(), options={"triton.cudagraphs": True}), "CUDA graphs"),
+            (lambda: torch.compile(Base(), backend="cudagraphs"), "CUDA graphs"),
+            (lambda: having("net", torch.compile(nn.Linear(8, 1), backend="eager")), "'net'"),
+            (lambda: having("net", nn.LazyLinear(1)), "'net'"),
+            (lambda: having("some", PearsonCorrCoef()), "'some' .*without a dist_reduce_fx"),
+            (lambda: having("some", RunningMean(3)), "'some' .*a window of updates"),
+            (lambda: having("automatic_optimization", False), "automatic_optimization=False"),
+        ],
+    )
+    def test_module_that_cannot_be_replicated_is_refused(
+        self, tmp_path: Path, make: Callable[[], Any], match: str
     ) -> None:
-        module = Base()
-        module.net = make()
-        with pytest.raises(error, match=match):
-            fit_dp(tmp_path, module, precision="32-true", enable_model_summary=False)
+        module = make()
+        with pytest.raises((ValueError, TypeError), match=match):
+            fit_dp(tmp_path, module, SIDE_BY_SIDE, precision="32-true", enable_model_summary=False)
 
     def test_first_data_device_must_be_the_root_device(self, tmp_path: Path) -> None:
         strategy = DataParallelStrategy(["cpu:1", "cpu"])
@@ -817,28 +752,3 @@ def test_prefetched_steps_are_made_ahead_and_are_the_same(
         assert module.made[:STEPS] == [3 * min(STEPS, n + 1 + prefetch) for n in range(STEPS)]
         found.append(weights(module))
     assert torch.equal(*found)
-
-
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_run_is_resumed_inside_an_epoch_after_the_steps_that_were_trained(
-    tmp_path: Path, prefetch: int
-) -> None:
-    def fit(checkpoint: Path | None = None) -> Regression:
-        saver = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=1, save_top_k=-1)
-        trainer = make_trainer(
-            tmp_path,
-            strategy=DataParallelStrategy(["cpu", "cpu:1"]),
-            max_epochs=2,
-            enable_checkpointing=checkpoint is None,
-            callbacks=[saver] if checkpoint is None else [],
-        )
-        module = Regression()
-        data = make_data(tmp_path, 12, prefetch=prefetch)
-        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, **weights_only(False))
-        return module
-
-    whole = fit()
-    for step in (1, 2, 4):
-        resumed = fit(tmp_path / "saved" / f"step={step}.ckpt")
-        assert torch.equal(weights(resumed), weights(whole))
