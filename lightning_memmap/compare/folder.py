@@ -7,7 +7,6 @@ out/variants/NAME/RUN/      has a spec.json, written first, that names the schem
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,11 @@ REPORT_SCHEMA = "lightning_memmap.compare"
 RUN_SCHEMA = "lightning_memmap.compare.run"
 
 
-def check_folder(out: Path) -> None:
+def check_folder(out: Path) -> list[Path]:
     """Check that a comparison can be written to a folder without replacing any other file.
+
+    Returns:
+        The folders of the runs of an earlier comparison.
 
     Raises:
         ValueError: The path isn't a folder, or the folder holds something other than an
@@ -36,17 +38,19 @@ def check_folder(out: Path) -> None:
     if not existing.is_dir():
         raise ValueError(f"out={str(out)!r}: {existing} is not a folder: choose another")
     if existing != path:
-        return
-    for foreign in _foreign_paths(out):
+        return []
+    runs, foreign = _find_runs(out)
+    if foreign:
         raise ValueError(
-            f"out={str(out)!r}: {foreign} is not from a comparison, and would be replaced:"
+            f"out={str(out)!r}: {foreign[0]} is not from a comparison, and would be replaced:"
             " choose another folder"
         )
     names = {child.name for child in out.iterdir()}
-    if names - {REPORT, PAGE, VARIANTS} and REPORT not in names and not [*_run_folders(out)]:
+    if names - {REPORT, PAGE, VARIANTS} and REPORT not in names and not runs:
         raise ValueError(
             f"out={str(out)!r} holds something other than a comparison: choose another folder"
         )
+    return runs
 
 
 def clear_folder(out: Path) -> None:
@@ -56,37 +60,29 @@ def clear_folder(out: Path) -> None:
         ValueError: See `check_folder`.
         OSError: A file cannot be removed.
     """
-    check_folder(out)
-    for folder in [*_run_folders(out)]:
+    for folder in check_folder(out):
         shutil.rmtree(folder)
     for name in (REPORT, PAGE):
         (out / name).unlink(missing_ok=True)
 
 
-def _run_folders(out: Path) -> Iterator[Path]:
-    for spec in (out / VARIANTS).glob(f"*/*/{SPEC}"):
-        if _read_schema(spec) == RUN_SCHEMA:
-            yield spec.parent
-
-
-def _foreign_paths(out: Path) -> Iterator[Path]:
-    """Yield files with the path of a comparison's file that are not from a comparison."""
+def _find_runs(out: Path) -> tuple[list[Path], list[Path]]:
+    """Find the folders of runs, and files in place of a comparison's that aren't from one."""
     report, page, variants = (out / name for name in (REPORT, PAGE, VARIANTS))
-    if _exists(report) and _read_schema(report) != REPORT_SCHEMA:
-        yield report
-    if _exists(page) and not is_our_page(page):
-        yield page
-    if not _exists(variants):
-        return
-    runs = {*_run_folders(out)}
+    runs = []
+    foreign = [report] if _exists(report) and _read_schema(report) != REPORT_SCHEMA else []
+    foreign += [page] if _exists(page) and not is_our_page(page) else []
     # A run whose process was killed before it wrote its spec leaves an empty folder.
-    pending = [variants]
+    pending = [variants] if _exists(variants) else []
     while pending:
         path = pending.pop()
         if path.is_symlink() or not path.is_dir():
-            yield path
-        elif path not in runs:
+            foreign.append(path)
+        elif _read_schema(path / SPEC) == RUN_SCHEMA:
+            runs.append(path)
+        else:
             pending += sorted(path.iterdir())
+    return runs, foreign
 
 
 def _exists(path: Path) -> bool:

@@ -847,8 +847,8 @@ _COMPARE = [
     Fault(
         "compare/folder.py",
         "a user's folder named variants is cleared",
-        "if _read_schema(spec) == RUN_SCHEMA:",
-        "if True:",
+        "elif _read_schema(path / SPEC) == RUN_SCHEMA:",
+        "elif True:",
         ("tests/compare/test_runner.py::test_file_of_others_is_never_removed",),
     ),
 ]
