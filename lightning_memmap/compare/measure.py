@@ -184,10 +184,9 @@ _BYTES_STEP = 1
 class RunCallback(L.Callback, ABC):
     """Writes the record of each process at the end of a run."""
 
-    def __init__(self, spec: RunSpec, data: MemmapDataModule) -> None:
+    def __init__(self, spec: RunSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.data = data
         self._losses: list[Tensor | None] = []
         self._started_s = perf_counter()
         self._first_batch_s = nan
@@ -246,8 +245,8 @@ class RunCallback(L.Callback, ABC):
 class TimedCallback(RunCallback):
     """Times the steps of a Trainer after the warm-up."""
 
-    def __init__(self, spec: RunSpec, data: MemmapDataModule, trainer: L.Trainer) -> None:
-        super().__init__(spec, data)
+    def __init__(self, spec: RunSpec, trainer: L.Trainer) -> None:
+        super().__init__(spec)
         self._clock = StepClock(trainer.strategy.root_device)
         self._clock.watch(trainer)
 
@@ -269,7 +268,8 @@ class CheckCallback(RunCallback):
     """Records what a variant trains on, and its results: rows, losses, weights, bytes."""
 
     def __init__(self, spec: RunSpec, data: MemmapDataModule, hashes: list[int]) -> None:
-        super().__init__(spec, data)
+        super().__init__(spec)
+        self._data = data
         self._hashes = hashes
         self._initial: dict[str, str] = {}
         self._state_bytes: dict[str, dict[str, int]] = {}
@@ -292,34 +292,30 @@ class CheckCallback(RunCallback):
 
     @override
     def measure(self, trainer: L.Trainer) -> dict[str, Any]:
-        placement = self.data.placement
+        placement = self._data.placement
         num_devices = 1 if placement is None else len(placement.topology.data_devices)
-        num_hashes = 1 if self.data.transform is None else num_devices
+        num_hashes = 1 if self._data.transform is None else num_devices
         # A loader may have prefetched further batches: only steps that were trained count.
         starts = range(0, num_hashes * len(self._losses), num_hashes)
-        return {
+        parameters = [name for name, _ in trainer.lightning_module.named_parameters()]
+        measured = {
             "num_separate_batches": getattr(trainer.strategy, "num_separate_batches", 1),
             "state_bytes": self._state_bytes,
             "hashes": [sum(self._hashes[start : start + num_hashes]) % MODULUS for start in starts],
-            **self._compare_weights(trainer),
-        }
-
-    def _compare_weights(self, trainer: L.Trainer) -> dict[str, Any]:
-        """Compare the final weights with the reference, or in the reference with the initial."""
-        weights = _gather_weights(trainer)
-        parameters = [name for name, _ in trainer.lightning_module.named_parameters()]
-        if not trainer.is_global_zero:
-            return {"parameters": parameters}
-        path = Path(self.spec.reference or Path(self.spec.out) / WEIGHTS)
-        distance = squared_distance(weights, parameters, path)
-        if self.spec.reference is None:
-            save_weights(weights, path)
-        return {
             "parameters": parameters,
-            "initial": self._initial,
-            "final": digest_weights(weights),
-            "squared_distance": distance,
         }
+        weights = _gather_weights(trainer)
+        if trainer.is_global_zero:
+            # In the reference run, the file still has the initial weights.
+            path = Path(self.spec.reference or Path(self.spec.out) / WEIGHTS)
+            measured |= {
+                "initial": self._initial,
+                "final": digest_weights(weights),
+                "squared_distance": squared_distance(weights, parameters, path),
+            }
+            if self.spec.reference is None:
+                save_weights(weights, path)
+        return measured
 
 
 def _gather_weights(trainer: L.Trainer) -> dict[str, Tensor]:

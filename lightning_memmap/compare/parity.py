@@ -161,12 +161,12 @@ def check_parity(
         problems.append("a loss is missing or not finite")
     elif loss_difference > tolerance:
         problems.append(f"losses differ by {loss_difference:.1e}; {tolerance:.0e} is allowed")
-    num_separate_batches = count_separate_batches(ranks)
-    if problems and num_separate_batches > 1 and not notes:
+    num = count_separate_batches(ranks)
+    if problems and num > 1 and not notes:
         notes.append(
-            f"a step's rows go through the model in {num_separate_batches} parts: losses that"
-            " aren't a plain mean over rows, such as contrastive ones, and random operations,"
-            " such as F.dropout, will differ"
+            f"a step's rows go through the model in {num} parts: losses that aren't a plain mean"
+            " over rows, such as contrastive ones, and random operations, such as F.dropout, will"
+            " differ"
         )
     return Parity(
         holds=not problems,

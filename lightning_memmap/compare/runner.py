@@ -146,15 +146,11 @@ class Comparison:
         options = self._options
         settings = self._report.settings
         is_timed = name != "check"
-        variant_options = variant.variant_options(options.devices)
+        shared = {**self._trainer_options, "accelerator": settings["accelerator"]}
         return RunSpec(
             kind="timed" if is_timed else "check",
             config=self._config,
-            trainer={
-                **self._trainer_options,
-                "accelerator": settings["accelerator"],
-                **variant_options,
-            },
+            trainer=shared | variant.variant_options(options.devices),
             variant=variant.name,
             devices=options.devices,
             global_batch=settings["global_batch"],
@@ -204,11 +200,7 @@ class Comparison:
         is_first = spec.kind == "check" or (not result.rates and result.parity is None)
         result.status = "refused" if error.refused and is_first else "failed"
         result.reason = str(error)
-        if (
-            result.status == "failed"
-            and spec.kind == "check"
-            and self._report.data["transform_is_random"]
-        ):
+        if result.status == "failed" and spec.kind == "check" and spec.transform_is_random:
             result.reason += f" ({IN_PLACE})"
         word = "not supported" if result.status == "refused" else "failed"
         return f"[red]{word}[/]: {escape(shorten(result.reason, 300, placeholder=' ...'))}"
@@ -228,19 +220,15 @@ class Comparison:
             self._weights_path = out / WEIGHTS
             self._report.reference = result.variant
 
-    def _notes(self, num_separate_batches: int) -> Sequence[str]:
-        batch_norms = self._report.model["batch_norms"]
-        if (
-            not batch_norms
-            or num_separate_batches == 1
-            or self._trainer_options.get("sync_batchnorm")
-        ):
+    def _notes(self, num: int) -> Sequence[str]:
+        """Return known reasons for a difference of a variant with ``num`` separate batches."""
+        norms = self._report.model["batch_norms"]
+        if not norms or num == 1 or self._trainer_options.get("sync_batchnorm"):
             return []
         return [
-            f"the model has {', '.join(batch_norms)}: a step's rows are normalised in"
-            f" {num_separate_batches} parts (processes, replicas, micro-batches), which is a"
-            " different training. Use GroupNorm, or sync_batchnorm with several processes on GPUs,"
-            " to train the same"
+            f"the model has {', '.join(norms)}: a step's rows are normalised in {num} parts"
+            " (processes, replicas, micro-batches), which is a different training. Use GroupNorm,"
+            " or sync_batchnorm with several processes on GPUs, to train the same"
         ]
 
     def _finish(self) -> None:

@@ -88,11 +88,9 @@ def train_variant(
         data, variant, spec.global_batch, spec.out, transform_here=is_check
     )
     # A variant that builds its own store also has its own data module.
-    datamodule_to_measure = trained if isinstance(trained, MemmapDataModule) else data
+    own = trained if isinstance(trained, MemmapDataModule) else data
     trainer.callbacks.append(
-        CheckCallback(spec, datamodule_to_measure, hashes)
-        if is_check
-        else TimedCallback(spec, datamodule_to_measure, trainer)
+        CheckCallback(spec, own, hashes) if is_check else TimedCallback(spec, trainer)
     )
     trainer.fit(model, datamodule=trained)
 
