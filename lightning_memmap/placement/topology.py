@@ -65,15 +65,17 @@ def find_topology(strategy: Any) -> DataTopology:
         cpu = torch.device("cpu")
         return DataTopology((cpu,), assemble_on=cpu)
     declared: DataTopology | None = getattr(strategy, "data_topology", None)
-    if declared is not None:
-        return declared
+    return topology_of(strategy, (strategy.root_device,)) if declared is None else declared
+
+
+def topology_of(strategy: Any, data_devices: tuple[torch.device, ...]) -> DataTopology:
+    """Return the topology of a strategy whose batches are assembled on its root device."""
     rank, size = find_data_parallel_rank(strategy)
-    root = strategy.root_device
     return DataTopology(
-        (root,),
+        data_devices,
         rank,
         size,
-        assemble_on=root,
+        assemble_on=strategy.root_device,
         num_local_processes=count_local_processes(strategy),
         processes_per_device=getattr(strategy, "processes_per_device", 1),
     )

@@ -364,18 +364,18 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        def closure_and_reduction() -> Any:
-            output = closure()
-            if self._keeps_gradients:
-                # Needed if the last micro-batch had no loss. Otherwise this does nothing.
-                reduce_kept_gradients(self._units)
-                self._keeps_gradients = False
-            return output
-
-        output = super().optimizer_step(optimizer, closure_and_reduction, model, **kwargs)
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
         # Roots that are still gathered, as after a forward pass without gradients, are outdated.
         self._reshard()
         return output
+
+    @override
+    def complete_gradients(self, optimizer: Optimizer) -> None:
+        if self._keeps_gradients:
+            # Needed if the last micro-batch had no loss. Otherwise this does nothing.
+            reduce_kept_gradients(self._units)
+            self._keeps_gradients = False
+        super().complete_gradients(optimizer)
 
     @override
     def model_to_device(self) -> None:

@@ -13,11 +13,7 @@ from lightning_memmap.loading.batches import BatchLoader
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.variable_rows import Padded
-from lightning_memmap.placement.topology import (
-    DataTopology,
-    count_local_processes,
-    find_data_parallel_rank,
-)
+from lightning_memmap.placement.topology import DataTopology, topology_of
 from lightning_memmap.schema.fields import RowList
 from lightning_memmap.schema.structure import Masked
 from lightning_memmap.strategies.common.seeded_steps import SeededSteps
@@ -44,15 +40,7 @@ class DataDevices(SeededSteps):
     @property
     def data_topology(self) -> DataTopology:
         """The devices that hold the data, and the root device, on which batches are assembled."""
-        rank, size = find_data_parallel_rank(self)
-        return DataTopology(
-            self.data_devices,
-            rank,
-            size,
-            assemble_on=self.root_device,
-            num_local_processes=count_local_processes(self),
-            processes_per_device=self.processes_per_device,
-        )
+        return topology_of(self, self.data_devices)
 
     def sum_over_processes(self, number: Tensor) -> Tensor:
         """Add up a number in place over the data-parallel processes. All ranks must call it."""

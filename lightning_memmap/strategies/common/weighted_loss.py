@@ -100,12 +100,12 @@ class WeightedLoss(DataDevices):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        def closure_and_scaling() -> Any:
+        def complete_closure() -> Any:
             output = closure()
-            self._scale_gradients(optimizer)
+            self.complete_gradients(optimizer)
             return output
 
-        return super().optimizer_step(optimizer, closure_and_scaling, model, **kwargs)
+        return super().optimizer_step(optimizer, complete_closure, model, **kwargs)
 
     def _update_loss_scale(self, batch: Any) -> None:
         """Ask the training loaders for the weight of the batch they delivered since the last call.
@@ -179,7 +179,7 @@ class WeightedLoss(DataDevices):
             )
         return scales.pop()
 
-    def _scale_gradients(self, optimizer: Optimizer) -> None:
+    def complete_gradients(self, optimizer: Optimizer) -> None:
         """Scale accumulated gradients, once the items of all micro-batches are counted."""
         group = self._accumulation
         self._accumulation = None
