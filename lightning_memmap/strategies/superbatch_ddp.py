@@ -146,8 +146,7 @@ class SuperBatchDDPStrategy(WeightedLoss, SeveralProcesses, DDPStrategy):
         module: Any = self.module
         super().configure_ddp()
         wrapper: Any = self.model
-        named = dict(module.named_buffers())
-        names = [name for name in named if named[name].dtype in _UNKNOWN_TO_NCCL]
+        names = [n for n, b in module.named_buffers() if b.dtype in _UNKNOWN_TO_NCCL]
         if names and ddp_option(self, "broadcast_buffers", True):
             # DDP does so with all other buffers.
             wrapper.register_forward_pre_hook(
@@ -157,15 +156,10 @@ class SuperBatchDDPStrategy(WeightedLoss, SeveralProcesses, DDPStrategy):
             # Lightning wraps the module on a side stream and doesn't wait for the broadcast of
             # weights there.
             stream_module(self.root_device).synchronize(self.root_device)
-        self._trained = []
-        self._frozen = {}
-        for name, parameter in module.named_parameters():
-            if name in wrapper.parameters_to_ignore:
-                continue
-            if parameter.requires_grad:
-                self._trained.append(parameter)
-            else:
-                self._frozen[name] = parameter
+        ignored = wrapper.parameters_to_ignore
+        named_parameters = {n: p for n, p in module.named_parameters() if n not in ignored}
+        self._trained = [p for p in named_parameters.values() if p.requires_grad]
+        self._frozen = {n: p for n, p in named_parameters.items() if not p.requires_grad}
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
