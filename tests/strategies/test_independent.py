@@ -560,40 +560,35 @@ def test_members_take_the_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> No
 # Refusals
 
 
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+
+
 @pytest.mark.parametrize(
-    ("options", "trainer", "words"),
+    ("options", "trainer", "variables", "words"),
     [
-        ({"num_members": 0}, {}, "num_members=0"),
-        ({"num_members": 2}, {"devices": 4}, "num_members=2 with Trainer(devices=4)"),
-        ({}, {"devices": 2, "num_nodes": 2}, "num_nodes=2: memmap_independent"),
+        ({"num_members": 0}, {}, {}, "num_members=0"),
+        ({"num_members": 2}, {"devices": 4}, {}, "num_members=2 with Trainer(devices=4)"),
+        ({}, {"num_nodes": 2}, {}, "num_nodes=2: memmap_independent"),
+        ({}, {}, {MEMBER_VARIABLE: "two"}, "'two'"),
+        ({}, {}, {MEMBER_VARIABLE: "2"}, "=2"),
+        ({}, {}, {"LOCAL_RANK": "1"}, "strategy='memmap_independent'"),
+        ({}, {}, TORCHRUN, "strategy='memmap_independent'"),
     ],
 )
 def test_members_that_cannot_be_are_refused(
-    tmp_path: Path, options: dict[str, Any], trainer: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)):
-        make_trainer(tmp_path, strategy=IndependentStrategy(**options), **trainer)
-
-
-@pytest.mark.parametrize(
-    ("variables", "words"),
-    [
-        ({MEMBER_VARIABLE: "two"}, "'two'"),
-        ({MEMBER_VARIABLE: "2"}, "=2"),
-        ({"LOCAL_RANK": "1"}, "strategy='memmap_independent'"),
-        (
-            {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"},
-            "strategy='memmap_independent'",
-        ),
-    ],
-)
-def test_processes_that_cannot_be_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    trainer: dict[str, Any],
+    variables: dict[str, str],
+    words: str,
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=words):
-        make_trainer(tmp_path, strategy="memmap_independent", devices=2)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        make_trainer(
+            tmp_path, **{"strategy": IndependentStrategy(**options), "devices": 2, **trainer}
+        )
 
 
 def test_notebook_trains_one_member_but_not_several(
