@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_memmap.images import ImageError, decode_image, row_to_pixels
+from lightning_memmap.integers import evenly_spaced
 from lightning_memmap.schema.fields import Field
 from lightning_memmap.schema.kinds import Bytes
 from lightning_memmap.sizes import format_bytes
@@ -44,9 +45,7 @@ class Section:
 def make_section(name: str, store: Store) -> Section:
     """Make a section of evenly spaced samples of a store, and its bytes by field."""
     manifest = store.manifest
-    last = store.num_rows - 1
-    count = min(_NUM_SAMPLES, store.num_rows)
-    rows = sorted({round(index * last / max(count - 1, 1)) for index in range(count)})
+    rows = evenly_spaced(store.num_rows, _NUM_SAMPLES)
     lines = [
         f"{store.num_rows:,} rows, {format_bytes(manifest.num_bytes)}, {store.num_shards} shards",
         store.location,

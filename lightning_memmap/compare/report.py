@@ -14,6 +14,7 @@ from rich.text import Text
 from lightning_memmap.compare.figures import FIGURES, NO_LOAD, SPEED, TABLES, Figure
 from lightning_memmap.compare.folder import REPORT_SCHEMA
 from lightning_memmap.compare.parity import Parity
+from lightning_memmap.integers import evenly_spaced
 from lightning_memmap.tables import (
     BAD,
     GOOD,
@@ -196,9 +197,7 @@ def _difference(value: float | None, tolerance: float) -> Text:
 def loss_table(report: Report) -> TitledTable:
     """Make a table of the losses of check runs in evenly spaced steps."""
     losses = {result.variant: result.check_losses for result in report.variants}
-    last = max(map(len, losses.values()), default=1) - 1
-    count = min(_NUM_LOSSES, last + 1)
-    steps = sorted({round(index * last / max(count - 1, 1)) for index in range(count)})
+    steps = evenly_spaced(max(map(len, losses.values()), default=0), _NUM_LOSSES)
     rows = [
         [text(variant), *(_loss(values[step : step + 1]) for step in steps)]
         for variant, values in losses.items()
