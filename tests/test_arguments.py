@@ -206,7 +206,7 @@ def test_mistake_in_the_config_of_a_comparison_is_reported_before_anything_runs(
     values: dict[str, Any],
     words: tuple[str, ...],
 ) -> None:
-    run = "lightning_memmap.compare.runner.run"
+    run = "lightning_memmap.compare.runner.run_in_processes"
     monkeypatch.setattr(run, raising(AssertionError("ran")))
     out = ("--out", tmp_path / "out")
     assert command("compare", "--config", command.config(*path, **values), *out) == 2

@@ -187,8 +187,9 @@ TRANSFER_HOOK = "_on_before_batch_transfer"
 def transfer_hook_except(module: Any, kind: type) -> Callable[..., Any]:
     """Return a method for `TRANSFER_HOOK` that calls no hook for batches of a class."""
 
-    def before_transfer(batch: Any, index: int = 0) -> Any:
-        return batch if isinstance(batch, kind) else run_transfer_hook(module, batch, index)
+    def before_transfer(batch: Any, dataloader_idx: int = 0) -> Any:
+        is_left = isinstance(batch, kind)
+        return batch if is_left else run_transfer_hook(module, batch, dataloader_idx)
 
     return before_transfer
 

@@ -1,7 +1,6 @@
 """Figures over processes and repeats; and a figure that comes from outside."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,6 @@ from tests.compare.reports import (
     make_variant,
     timed_rank,
 )
-
-DOCS = Path(__file__).parents[2] / "docs" / "compare.md"
 
 
 def test_rates_of_data_parallel_processes_add_up() -> None:
@@ -87,14 +84,6 @@ def test_random_transform_is_noted_once_for_all_variants(is_random: bool) -> Non
     data = {**DATA, "transform_is_random": is_random}
     notes = [note.plain for note in parity_table(make_report(*variants, data=data)).notes]
     assert sum("eval_transform" in note for note in notes) == is_random
-
-
-def test_figures_in_the_docs_are_described_as_they_are() -> None:
-    found = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", DOCS.read_text(), re.MULTILINE)
-    described = {key: (label, text) for key, label, text in found if key in FIGURES}
-    assert "data_stall" in described
-    for key, (label, text) in described.items():
-        assert (label, text) == (FIGURES[key].label, FIGURES[key].meaning)
 
 
 WINDOW = Figure(
