@@ -36,4 +36,5 @@ def el2n(results: Mapping[str, Tensor]) -> Tensor:
     """Average the norm of the error of the probabilities (EL2N, Paul et al. 2021)."""
     label = F.one_hot(results["label"], results["logits"].shape[-1])
     errors = results["logits"].softmax(-1) - label
-    return torch.linalg.vector_norm(errors, dim=-1).mean(0)
+    norms: Tensor = errors.norm(dim=-1)
+    return norms.mean(0)
