@@ -13,6 +13,7 @@ from lightning_memmap.errors import MemmapError
 from lightning_memmap.loading.split import largest_block_bytes
 from lightning_memmap.placement.plan import Placement, SplitShards, divide, plan_placement
 from lightning_memmap.placement.topology import DataTopology, compute_budgets
+from lightning_memmap.sampling.curriculum import Curriculum
 from lightning_memmap.sampling.factory import make_sampler
 from lightning_memmap.sampling.packed import Packed
 from lightning_memmap.sampling.pool import Pool
@@ -109,8 +110,9 @@ class Planner:
             block = default_block(pool.num_shards, row_bytes)
         maker = options.sampler
         is_evaluated = split != "train" or self.is_overfitting
-        if isinstance(maker, Packed) and is_evaluated:
-            return maker.make_fixed(split, pool, make_fields(store, rows), block)
+        packed = maker.stages[0] if isinstance(maker, Curriculum) else maker
+        if isinstance(packed, Packed) and is_evaluated:
+            return packed.make_fixed(split, pool, make_fields(store, rows), block)
         if is_evaluated or not options.shuffle:
             return SequentialSampler(pool, shuffle_block=block)
         if maker is None:

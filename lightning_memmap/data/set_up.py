@@ -64,7 +64,8 @@ class SetUp:
         changed = replace(old, num_shards=order.num_shards, **options.order)
         planner = replace(self.planner, stores=replace(self.planner.stores, options=changed))
         new_order = planner.shards("train", self.stores["train"]).order
-        if new_order.pool != order.pool:
+        is_same_block = new_order.shuffle_block == order.shuffle_block
+        if new_order.pool != order.pool or (old.is_streamed and not is_same_block):
             raise ValueError(
                 f"sampler={options.sampler!r}: needs other rows than those that are set up: call"
                 " setup() after you set it"

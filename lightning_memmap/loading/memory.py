@@ -34,7 +34,7 @@ from typing_extensions import override
 
 from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.device_streams import send, upload
-from lightning_memmap.loading.row_source import Leaf, RowSource, Take, released_error
+from lightning_memmap.loading.row_source import Cut, Leaf, RowSource, Take, released_error
 from lightning_memmap.loading.variable_rows import Allocate, VariableRows, largest
 from lightning_memmap.sampling.pool import Pool, window_spans
 from lightning_memmap.sampling.rows import Integers, WindowedRows, starts_of
@@ -97,8 +97,8 @@ class SlotMap:
         for start in range(0, len(index), _LOOKUP_ROWS):
             yield self.slots(index[start : start + _LOOKUP_ROWS])
 
-    def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
-        """Return the slots of the rows at positions of an epoch."""
+    def locate(self, sampler: Sampler, epoch: int, positions: Any) -> Integers:
+        """Return the slots of the rows at positions of an epoch; see `RowSource.locate`."""
         if self.starts is not None:
             return sampler.index(epoch, positions, self.starts)
         file_starts = self.pool.file_starts
@@ -129,9 +129,12 @@ class Ragged:
     #: Allocates a copy of the rows, if the memory of the items is about to be reused.
     allocate: Allocate | None = None
 
-    def take(self, slots: Integers) -> VariableRows:
-        """Return the rows in some slots."""
+    def take(self, slots: Integers, cut: Cut | None) -> VariableRows:
+        """Return the rows in some slots, or pieces of them."""
         items, (starts, sizes) = self.among(slots)
+        if cut is not None and not self.field.is_text:
+            starts = starts + cut.starts
+            sizes = cut.lengths[:, None]
         rows = VariableRows(self.field, items, starts, sizes, largest(sizes))
         return rows if self.allocate is None else rows.replaced(allocate=self.allocate).copied()
 
@@ -158,7 +161,7 @@ class Columns:
         #: The fields whose rows have one shape.
         self.tensors = [column for column in columns if isinstance(column, Tensor)]
 
-    def take(self, slots: Tensor, out: Buffers | None = None) -> list[Leaf]:
+    def take(self, slots: Tensor, out: Buffers | None = None, cut: Cut | None = None) -> list[Leaf]:
         """Copy the rows in some slots into one batch; see `Take`."""
         buffers = iter(out or [])
         leaves: list[Leaf] = []
@@ -170,7 +173,7 @@ class Columns:
                 local_slots = slots if is_ragged else send(slots, self.device)
                 indices[key] = local_slots if to_index is None else to_index(local_slots)
             if isinstance(column, Ragged):
-                leaves.append(column.take(indices[key].numpy()))
+                leaves.append(column.take(indices[key].numpy(), cut))
             else:
                 leaves.append(select(column, indices[key], next(buffers, None)))
         return leaves
@@ -263,18 +266,18 @@ class Memory(RowSource):
         self.columns = None
 
     @override
-    def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
+    def locate(self, sampler: Sampler, epoch: int, positions: range | Integers) -> Integers:
         return self._slot_map.locate(sampler, epoch, positions)
 
     @override
     def epoch(self, sampler: Sampler, epoch: int, position: int) -> AbstractContextManager[Take]:
         return nullcontext(self.take)
 
-    def take(self, slots: Tensor, out: Buffers | None = None) -> list[Leaf]:
+    def take(self, slots: Tensor, out: Buffers | None = None, cut: Cut | None = None) -> list[Leaf]:
         """Copy rows, in any order, into a batch; see `Take`."""
         if self.columns is None:
             raise released_error()
-        return self.columns.take(slots, out)
+        return self.columns.take(slots, out, cut)
 
 
 def map_in_place(

@@ -14,7 +14,7 @@ from lightning_memmap.loading.buffers import Buffers, byte_pool
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.packed_rows import PackedRows
 from lightning_memmap.loading.packing import Packing
-from lightning_memmap.loading.row_source import Leaf, RowSource, Take
+from lightning_memmap.loading.row_source import Cut, Leaf, RowSource, Take
 from lightning_memmap.loading.variable_batch import ROW_NUMBER, check_layout
 from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.sampling.packed import PackedSampler, Pieces
@@ -45,7 +45,7 @@ class PackedSource(RowSource):
         self._source.release()
 
     @override
-    def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
+    def locate(self, sampler: Sampler, epoch: int, positions: range | Integers) -> Integers:
         return np.asarray(positions, np.int64)
 
     @override
@@ -62,14 +62,15 @@ class PackedSource(RowSource):
         epoch: int,
         slots: Tensor,
         out: Buffers | None = None,
+        cut: Cut | None = None,
     ) -> list[Leaf]:
         """Fetch the documents of packs; see `Take`."""
-        positions = slots.numpy()
-        pieces = sampler.pieces(epoch, positions)
+        pieces = sampler.pieces(epoch, slots.numpy())
+        positions = np.repeat(slots.numpy(), pieces.counts)
         order = cast(Sampler, _Documents(sampler, pieces, positions))
-        located = self._source.locate(order, epoch, range(len(pieces.pool_index)))
-        leaves = take(torch.from_numpy(located), None)
-        return [PackedRows(_cut(leaf, pieces, sampler), pieces.counts) for leaf in leaves]
+        located = self._source.locate(order, epoch, positions)
+        leaves = take(torch.from_numpy(located), None, _cut(pieces, sampler))
+        return [PackedRows(cast(Any, leaf), pieces.counts) for leaf in leaves]
 
 
 class _Documents:
@@ -80,23 +81,24 @@ class _Documents:
         self._pieces = pieces
         self._positions = positions
 
-    def index(self, epoch: int, positions: range, shard_starts: Integers | None = None) -> Integers:
+    def index(
+        self, epoch: int, positions: Integers, shard_starts: Integers | None = None
+    ) -> Integers:
         """Look up the rows of all documents; see `Sampler.index`."""
         index = self._pieces.pool_index
         if shard_starts is None:
             return index
         shifts = shard_starts - self._sampler.pool.starts
-        shards = self._positions % self._sampler.num_shards
-        return index + np.repeat(shifts[shards], self._pieces.counts)
+        return index + shifts[self._positions % self._sampler.num_shards]
 
 
-def _cut(leaf: Leaf, pieces: Pieces, sampler: PackedSampler) -> Any:
-    """Cut pieces out of rows that are longer than a pack."""
-    if not isinstance(leaf, VariableRows) or leaf.field.is_text or not sampler.cuts_rows:
-        return leaf
-    starts = leaf.starts if pieces.starts is None else leaf.starts + pieces.starts
-    sizes = pieces.lengths.astype(np.int64)
-    return leaf.replaced(starts=starts, sizes=sizes, is_packed=False, fetch=None)
+def _cut(pieces: Pieces, sampler: PackedSampler) -> Cut | None:
+    """Return what to take of rows, if some are longer than a pack."""
+    if not sampler.cuts_rows:
+        return None
+    lengths = pieces.lengths[:, 0].astype(np.int64)
+    starts = np.zeros_like(lengths) if pieces.starts is None else pieces.starts
+    return Cut(starts, lengths)
 
 
 class PackedCollate:

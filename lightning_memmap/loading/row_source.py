@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -22,10 +22,27 @@ from lightning_memmap.schema.fields import select
 
 #: The rows of one field: a tensor, or rows that differ in length and aren't copied yet.
 Leaf: TypeAlias = Tensor | VariableRows | PackedRows
-#: Copies rows into a batch, one leaf of length B per field. The slots come from `RowSource.locate`,
-#: int64 of shape (B,), on the source's device, or on the CPU if the rows of any field differ in
-#: length. On the CPU, fields whose rows have one shape are copied into the buffers.
-Take: TypeAlias = Callable[[Tensor, Buffers | None], Sequence[Leaf]]
+
+
+class Cut(NamedTuple):
+    """The pieces to take of rows that differ in length, int64 of shape (B,) each."""
+
+    starts: Integers  # The first item of each piece in its row.
+    lengths: Integers  # The items of each piece.
+
+
+class Take(Protocol):
+    """Copies rows into a batch, one leaf of length B per field.
+
+    The slots come from `RowSource.locate`, int64 of shape (B,), on the source's device, or on the
+    CPU if the rows of any field differ in length. On the CPU, fields whose rows have one shape are
+    copied into the buffers. Text isn't cut.
+    """
+
+    def __call__(
+        self, slots: Tensor, out: Buffers | None = None, cut: Cut | None = None
+    ) -> Sequence[Leaf]:
+        """Copy the rows in some slots, or pieces of them."""
 
 
 class RowSource(ABC):
@@ -35,8 +52,14 @@ class RowSource(ABC):
     is_released = False  # Whether the rows were freed.
 
     @abstractmethod
-    def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
-        """Return the slots of the rows at positions; undefined for rows of other sources."""
+    def locate(self, sampler: Sampler, epoch: int, positions: range | Integers) -> Integers:
+        """Return the slots of the rows at positions; undefined for rows of other sources.
+
+        Args:
+            sampler: The order.
+            epoch: Epoch, counted from 0.
+            positions: The positions; for documents of packs, the position of each document's pack.
+        """
 
     @abstractmethod
     def epoch(self, sampler: Sampler, epoch: int, position: int) -> AbstractContextManager[Take]:

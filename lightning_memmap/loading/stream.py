@@ -37,7 +37,7 @@ from lightning_memmap.loading.memory import (
     column_in_place,
 )
 from lightning_memmap.loading.row_file import Read, RowFile, aligned_memory, reads_of
-from lightning_memmap.loading.row_source import Leaf, RowSource, Take, in_order
+from lightning_memmap.loading.row_source import Cut, Leaf, RowSource, Take, in_order
 from lightning_memmap.sampling.rows import Integers, Runs, WindowedRows, distinct, ranges, starts_of
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import Blocks
@@ -194,9 +194,12 @@ class Stream(RowSource):
         self._epochs: weakref.WeakSet[_StreamedEpoch] = weakref.WeakSet()
 
     @override
-    def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
+    def locate(self, sampler: Sampler, epoch: int, positions: range | Integers) -> Integers:
         slots = self._slot_map.locate(sampler, epoch, positions)
-        block_positions = self._blocks(sampler).positions
+        block_positions = self._block_rows * self._pool.num_shards
+        if not isinstance(positions, range):
+            located: Integers = slots + positions // block_positions * self.num_slots
+            return located
         first_block = positions.start // block_positions
         for block in range(first_block, -(-positions.stop // block_positions)):
             start = bisect_left(positions, block_positions * block)
@@ -255,17 +258,18 @@ class _StreamedEpoch:
         for _ in range(_NUM_BUFFERS):
             self._read_next(stream.idle.pop() if stream.idle else None)
 
-    def take(self, slots: Tensor, out: Buffers | None) -> list[Leaf]:
-        """Copy the next rows of the epoch into a batch."""
+    def take(self, slots: Tensor, out: Buffers | None = None, cut: Cut | None = None) -> list[Leaf]:
+        """Copy the next rows of the epoch into a batch; see `Take`."""
         num_slots = self._stream.num_slots
         first, last = (int(bound) // num_slots for bound in slots.aminmax())
         assert first >= self._block, "rows must be fetched in the order of their blocks"
         if first == last:
-            return self._memory_of(first).take(slots - first * num_slots, out)
+            return self._memory_of(first).take(slots - first * num_slots, out, cut)
         fetched: list[tuple[Integers, list[Leaf]]] = []
         for block in range(first, last + 1):
             rows = np.flatnonzero(slots.numpy() // num_slots == block)
-            leaves = self._memory_of(block).take(slots[rows] - block * num_slots)
+            pieces = None if cut is None else Cut(cut.starts[rows], cut.lengths[rows])
+            leaves = self._memory_of(block).take(slots[rows] - block * num_slots, None, pieces)
             fetched.append((rows, leaves))
         return in_order(fetched, slots.device)
 
@@ -333,10 +337,14 @@ def located_steps(
 def largest_block(rows: ItemRows, slot_map: SlotMap, shards: Sequence[int], blocks: Blocks) -> int:
     """Count the most items that the rows of a block can have, wherever it starts."""
     lengths = (_lengths(rows, slot_map, shard) for shard in shards)
-    if not blocks.has_runs:
+    if blocks.has_runs:
+        return most_items(slot_map.pool.sizes, blocks.longest, lengths)
+    total = 0
+    for shard, items in zip(shards, lengths, strict=True):
+        most = blocks.sampler.most_in_block(shard, items)
         # A block may consist of any rows, so assume the longest.
-        return sum(int(np.sort(shard)[-blocks.longest :].sum()) for shard in lengths)
-    return most_items(slot_map.pool.sizes, blocks.longest, lengths)
+        total += int(np.sort(items)[-blocks.longest :].sum()) if most is None else most
+    return total
 
 
 def _lengths(rows: ItemRows, slot_map: SlotMap, shard: int) -> Integers:

@@ -222,7 +222,7 @@ def _check_blocks(splits: Mapping[str, SplitShards], budget_bytes: int) -> None:
     row_bytes = [shards.block_bytes / Blocks(shards.order).longest for shards in splits.values()]
     max_rows = int(budget_bytes / max(1, 2 * sum(row_bytes)))
     blocks = ", ".join(
-        f"{shards.order.shuffle_block} rows ({name})" for name, shards in splits.items()
+        f"{Blocks(shards.order).longest} rows ({name})" for name, shards in splits.items()
     )
     remedy = f"Use shuffle_block={max_rows} or less" if max_rows else "Not even one row fits"
     raise PlacementError(
@@ -259,7 +259,7 @@ def placement_table(placement: Placement) -> Table:
         if split.is_streamed:
             num_held = len(split.residencies) - split.residencies.count(None)
             num_bytes = 2 * split.block_bytes * len(held.shards) // num_held
-            block = split.order.shuffle_block
+            block = Blocks(split.order).longest
             cells.append(f"2 x {block:,} rows a shard, {format_bytes(num_bytes)}")
         table.add_row(*cells)
     return table

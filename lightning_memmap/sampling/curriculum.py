@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -9,7 +10,7 @@ from typing_extensions import Self, override
 
 from lightning_memmap.errors import ReprAsCall
 from lightning_memmap.sampling.factory import Fields, SamplerFactory, make_sampler
-from lightning_memmap.sampling.packed import PackedSampler
+from lightning_memmap.sampling.packed import PackedSampler, Pieces
 from lightning_memmap.sampling.pool import Pool, merge_pools
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sampling.sampler import Sampler, ShuffledSampler
@@ -29,7 +30,9 @@ class Curriculum(ReprAsCall, SamplerFactory):
     Args:
         stages: The sampler of each stage by its first epoch, counted from 0: as for ``sampler``, or
             None for a shuffle. Epoch 0 must be among them. All must have the same number of
-            positions in an epoch.
+            positions in an epoch; or all are `Packed` with the same fields and length, such as with
+            other shares, and the packs of some are divided further. Evaluated splits are packed as
+            by the first one.
 
     Raises:
         TypeError: ``stages`` is not such a dict.
@@ -69,21 +72,26 @@ class Curriculum(ReprAsCall, SamplerFactory):
         self.by_batch = any(getattr(stage, "by_batch", False) for stage in stages.values())
 
     @override
-    def make(self, pool: Pool, seed: int, fields: Fields) -> "CurriculumSampler":
+    def make(
+        self, pool: Pool, seed: int, fields: Fields
+    ) -> "CurriculumSampler | PackedCurriculumSampler":
         """Make the sampler; see `SamplerFactory.make`.
 
         Raises:
-            ValueError: The stages differ in their number of positions, or one packs rows.
+            ValueError: The stages differ in their number of positions or in the fields or length of
+                packs, or only some pack rows.
         """
         stages = tuple(
             (epoch, make_sampler(ShuffledSampler if stage is None else stage, pool, seed, fields))
             for epoch, stage in self.stages.items()
         )
-        packed = [epoch for epoch, sampler in stages if isinstance(sampler, PackedSampler)]
+        packed = [(epoch, order) for epoch, order in stages if isinstance(order, PackedSampler)]
+        if len(packed) == len(stages):
+            return PackedCurriculumSampler.of(tuple(packed))
         if packed:
             raise ValueError(
-                f"{self!r}: stages[{packed[0]}] packs rows, and a curriculum orders single rows:"
-                " use Packed as the sampler itself"
+                f"{self!r}: stages[{packed[0][0]}] packs rows, and other stages don't, so batches"
+                " would change their form: use Packed in all stages"
             )
         counts = [sampler.num_positions for _, sampler in stages]
         if len({*counts}) > 1:
@@ -162,3 +170,93 @@ class CurriculumSampler(TableSampler):
         super().clear()
         for _, sampler in self.stages.pairs:
             sampler.clear()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedCurriculumSampler(PackedSampler):
+    """An order of packs that changes at chosen epochs, over a pool with the rows of all stages."""
+
+    stages: EpochOrders
+
+    @classmethod
+    def of(cls, stages: tuple[tuple[int, PackedSampler], ...]) -> Self:
+        """Make the order of some stages, with as many packs as the one that has most.
+
+        Raises:
+            ValueError: Their packs differ in their fields or length, or the documents of one can't
+                be divided into as many packs.
+        """
+        orders = [order for _, order in stages]
+        if len({order.options.limits for order in orders}) > 1:
+            limits = [dict(order.options.limits) for order in orders]
+            raise ValueError(
+                f"Curriculum: the stages have packs of {limits}: set the same fields and length in"
+                " each, so that all batches have the same shape"
+            )
+        num_packs = max(order.num_packs for order in orders)
+        orders = [order.with_packs(num_packs) for order in orders]
+        epochs = [epoch for epoch, _ in stages]
+        return cls(
+            merge_pools([order.pool for order in orders]),
+            orders[0].seed,
+            options=orders[0].options,
+            documents=orders[0].documents,
+            num_packs=num_packs,
+            max_documents=max(order.max_documents for order in orders),
+            stages=EpochOrders(tuple(zip(epochs, orders, strict=True))),
+        )
+
+    @property
+    def _orders(self) -> list[PackedSampler]:
+        return [order for _, order in self.stages.pairs if isinstance(order, PackedSampler)]
+
+    @cached_property
+    def _index(self) -> list[Integers]:
+        """By stage, the index in the pool of each row of the stage's pool."""
+        shards = range(self.num_shards)
+        merged = [self.pool.base_index(self.pool.index(shard)) for shard in shards]
+        return [
+            np.concatenate(
+                [
+                    start + np.searchsorted(merged[shard], self.pool.base_index_of(pool, shard))
+                    for shard, start in enumerate(self.pool.starts.tolist())
+                ]
+            )
+            for pool in (order.pool for order in self._orders)
+        ]
+
+    @override
+    def pieces(self, epoch: int, positions: Integers) -> Pieces:
+        stage = sum(start <= epoch for start, _ in self.stages.pairs) - 1
+        pieces = self._orders[stage].pieces(epoch, positions)
+        return pieces._replace(pool_index=self._index[stage][pieces.pool_index])
+
+    @property
+    @override
+    def unused(self) -> float:
+        return self._orders[0].unused
+
+    @property
+    @override
+    def cuts_rows(self) -> bool:
+        return any(order.cuts_rows for order in self._orders)
+
+    @property
+    @override
+    def max_seqlen(self) -> dict[str, int]:
+        longest = [order.max_seqlen for order in self._orders]
+        return {name: max(most[name] for most in longest) for name in longest[0]}
+
+    @override
+    def in_blocks(self, block: int) -> Self:
+        raise ValueError(
+            f"shuffle_block={block}, set or computed for residency='stream': the stages of a"
+            " curriculum of packs have different blocks: omit shuffle_block, and use"
+            " residency='mmap' or 'host'"
+        )
+
+    @override
+    def clear(self) -> None:
+        super().clear()
+        for order in self._orders:
+            order.clear()

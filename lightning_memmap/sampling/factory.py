@@ -88,6 +88,22 @@ class SamplerFactory(ABC):
             A sampler over this pool, or over a pool with other shards of its rows.
         """
 
+    def make_in_blocks(self, pool: Pool, seed: int, fields: Fields, block: int) -> Sampler:
+        """Make the sampler in blocks of rows of each shard, which are shuffled and read together.
+
+        Args:
+            pool: As for `make`.
+            seed: As for `make`.
+            fields: As for `make`.
+            block: Rows of a shard in a block.
+
+        Raises:
+            ValueError: The order can't be divided into blocks.
+        """
+        sampler = self.make(pool, seed, fields)
+        _check_sampler(sampler, pool)
+        return sampler.in_blocks(block)
+
 
 def check_per_row(name: str, value: Any) -> None:
     """Check an argument that holds one item per row."""
@@ -121,6 +137,8 @@ def make_sampler(
     block: int | None = None,
 ) -> Sampler:
     """Make the sampler that a user asks for, and check it."""
+    if block is not None and isinstance(maker, SamplerFactory):
+        return maker.make_in_blocks(pool, seed, fields, block)
     make = partial(maker.make, fields=fields) if isinstance(maker, SamplerFactory) else maker
     try:
         sampler = make(pool, seed)

@@ -10,12 +10,13 @@ many packs. 7 documents of 9 8 6 5 4 3 1 tokens in 2 shards, in packs of 10 toke
     positions   9 1 | 8 | 5 4 | 6 3      position p is a pack of shard p % 2
 
 With ``split=True``, the documents of a shard are concatenated and cut at multiples of the length.
+In blocks (``shuffle_block``), a pack has documents of one block; see documents.py.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -23,11 +24,21 @@ from numpy.typing import NDArray
 from typing_extensions import Self, override
 
 from lightning_memmap.errors import ReprAsCall, check_integer
+from lightning_memmap.sampling.documents import (
+    Documents,
+    PackOptions,
+    deal,
+    divide,
+    divide_sets,
+    weights_of,
+)
 from lightning_memmap.sampling.factory import Fields, SamplerFactory
-from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.mixture import Mixture
 from lightning_memmap.sampling.packing import (
+    GROUP_BITS,
+    LAYER_BITS,
     MAX_ATTEMPTS,
+    BlockDrawing,
     Cut,
     Drawing,
     Packer,
@@ -35,12 +46,13 @@ from lightning_memmap.sampling.packing import (
     layered,
     totals,
 )
+from lightning_memmap.sampling.permutations import random_bits
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import (
     Integers,
     JoinedRows,
-    Shards,
     WindowedRows,
+    distinct,
     ranges,
     starts_of,
 )
@@ -168,12 +180,45 @@ class Packed(ReprAsCall, SamplerFactory):
         lengths = self._lengths(pool, fields)
         kept = self._kept(lengths, pool)
         sets = None if self.shares is None else self._sets(pool)
-        pool, lengths, sets = _deal(pool, lengths, kept, sets)
+        pool, lengths, sets = deal(pool, lengths, kept, sets)
         documents = Documents.of(lengths, pool.sizes, self._options)
         if sets is not None:
             assert isinstance(pool.rows, JoinedRows)
             documents = self._draw(documents, sets, pool.rows.stores)
         return _plan(pool, seed, self._options, documents)
+
+    @override
+    def make_in_blocks(self, pool: Pool, seed: int, fields: Fields, block: int) -> "PackedSampler":
+        """Make the sampler in blocks of ``block`` consecutive rows of each shard, on average.
+
+        Raises:
+            ValueError: As for `make`; or a block has fewer rows than packs.
+        """
+        # In the order of the files.
+        pool = Pool.of(pool.rows, pool.num_shards, is_striped=False)
+        lengths = self._lengths(pool, fields)
+        kept = self._kept(lengths, pool)
+        options = self._options
+        sets = None if self.shares is None else self._sets(pool)
+        if kept is not None:
+            lengths = lengths[kept]
+            sets = None if sets is None else sets[kept]
+        line = Documents.of(lengths, np.array([len(lengths)]), options)
+        weights = weights_of(line.lengths.array, options)
+        if sets is None:
+            divide_by = partial(divide, pool, kept, line, options)
+            return _plan_in_blocks(
+                pool, seed, options, divide_by, int(weights.sum()), len(lengths), block
+            )
+        assert isinstance(pool.rows, JoinedRows)
+        names = pool.rows.stores
+        num_drawn, set_counts = self._num_drawn(lengths, sets, names)
+        readings = num_drawn / np.maximum(1, set_counts)
+        divided = divide_sets(pool, kept, line, sets, readings, options)
+        self._check_sets(names, readings, divided[1].set_counts)
+        total = math.ceil((weights * readings[sets]).sum())
+        divide_by = partial(_repeat_streams, *divided)
+        return _plan_in_blocks(pool, seed, options, divide_by, total, len(lengths), block)
 
     def _sets(self, pool: Pool) -> Integers:
         """Return the training set of each row of a pool, by its index."""
@@ -186,21 +231,10 @@ class Packed(ReprAsCall, SamplerFactory):
 
     def _draw(self, documents: "Documents", sets: Integers, names: Sequence[str]) -> "Documents":
         """Decide how many documents of each set and shard an epoch has."""
-        assert self.shares is not None
-        num_sets = len(self.shares)
+        num_drawn, _ = self._num_drawn(documents.lengths.array, sets, names)
+        num_sets = len(names)
         num_shards = len(documents.counts)
-        lengths = documents.lengths.array[:, 0].astype(np.float64)
-        shares = np.array([self.shares[name] for name in names])
-        shares /= shares.sum()
-        set_counts = np.bincount(sets, minlength=num_sets)
-        if empty := [n for n, s, c in zip(names, shares, set_counts, strict=True) if s and not c]:
-            raise ValueError(f"{self!r}: the training set {empty[0]!r} has no row to pack")
-        if self.shares_of == "tokens":
-            means = np.bincount(sets, lengths, num_sets) / np.maximum(1, set_counts)
-            num_drawn = shares * lengths.sum() / np.maximum(1, means)
-        else:
-            num_drawn = shares * len(lengths)
-        stops = np.cumsum(np.maximum(shares > 0, np.rint(num_drawn))).astype(np.int64)
+        stops = np.cumsum(np.maximum(num_drawn > 0, np.rint(num_drawn))).astype(np.int64)
         # The documents of an epoch, set after set, are dealt to the shards in turn.
         shards = np.arange(num_shards)[:, None]
         before = -(-(np.append(0, stops) - shards) // num_shards)
@@ -208,13 +242,35 @@ class Packed(ReprAsCall, SamplerFactory):
         home = np.repeat(np.arange(num_shards), documents.counts)
         counts = np.bincount(home * num_sets + sets, minlength=num_shards * num_sets)
         counts = counts.reshape(num_shards, num_sets)
-        if ((drawn > 0) & (counts == 0)).any():
-            name = names[int(np.argwhere((drawn > 0) & (counts == 0))[0][1])]
-            raise ValueError(
-                f"num_shards={num_shards}: the training set {name!r} has fewer rows than shards:"
-                " set a smaller num_shards"
-            )
+        self._check_sets(names, drawn, counts)
         return replace(documents, set_counts=counts, drawn=drawn)
+
+    def _num_drawn(
+        self, lengths: NDArray[Any], sets: Integers, names: Sequence[str]
+    ) -> tuple[NDArray[np.float64], Integers]:
+        """Return the documents of each set in an epoch, and all of its documents."""
+        assert self.shares is not None
+        num_sets = len(names)
+        tokens = lengths[:, 0].astype(np.float64)
+        shares = np.array([self.shares[name] for name in names])
+        shares /= shares.sum()
+        set_counts = np.bincount(sets, minlength=num_sets)
+        if empty := [n for n, s, c in zip(names, shares, set_counts, strict=True) if s and not c]:
+            raise ValueError(f"{self!r}: the training set {empty[0]!r} has no row to pack")
+        if self.shares_of == "documents":
+            return shares * len(tokens), set_counts
+        means = np.bincount(sets, tokens, num_sets) / np.maximum(1, set_counts)
+        return shares * tokens.sum() / np.maximum(1, means), set_counts
+
+    def _check_sets(self, names: Sequence[str], drawn: Integers, counts: Integers | None) -> None:
+        """Check that each shard has documents of each set that is drawn from."""
+        assert counts is not None
+        lacking = np.argwhere((drawn > 0) & (counts == 0))
+        if len(lacking):
+            raise ValueError(
+                f"num_shards={len(counts)}: the training set {names[lacking[0][1]]!r} has too few"
+                " rows for so many shards: set a smaller num_shards"
+            )
 
     def make_fixed(
         self, split: str, pool: Pool, fields: Fields, block: int | None = None
@@ -227,10 +283,11 @@ class Packed(ReprAsCall, SamplerFactory):
         shares = self.shares if isinstance(pool.rows, JoinedRows) else None
         alone = replace(self, shares=shares)
         if split == "predict":
-            sampler: PackedSampler = alone.make_in_order(pool, fields)
-        else:
-            sampler = replace(alone.make(pool, 0, fields), is_fixed=True)
-        return sampler if block is None else sampler.in_blocks(block)
+            in_order = alone.make_in_order(pool, fields)
+            return in_order if block is None else in_order.in_blocks(block)
+        if block is None:
+            return replace(alone.make(pool, 0, fields), is_fixed=True)
+        return replace(alone.make_in_blocks(pool, 0, fields, block), is_fixed=True)
 
     def make_in_order(self, pool: Pool, fields: Fields) -> "UnpackedSampler":
         """Make an order with a single document in each pack, in dataset order.
@@ -298,208 +355,19 @@ class Packed(ReprAsCall, SamplerFactory):
         )
 
 
-def _deal(
-    pool: Pool, lengths: NDArray[Any], kept: Integers | None, sets: Integers | None
-) -> tuple[Pool, NDArray[Any], Integers | None]:
-    """Deal the rows of a pool to its shards by length, to and fro, so that all shards are alike.
-
-    Args:
-        pool: The pool.
-        lengths: The lengths of its rows, of shape (rows, fields).
-        kept: The rows to deal, or None for all.
-        sets: The training set of each row, which are dealt set after set, or None.
-
-    Returns:
-        The pool, and the lengths and sets by its index.
-    """
-    num_shards = pool.num_shards
-    index = np.arange(pool.num_rows)
-    if pool.is_striped:
-        # In dataset order, in which rows of one length are dealt.
-        index = Shards(pool.num_rows, num_shards).file_rows(index)
-    if kept is not None:
-        is_kept = np.zeros(pool.num_rows, bool)
-        is_kept[kept] = True
-        index = index[is_kept[index]]
-    dealt = index[np.argsort(-lengths[index, 0].astype(np.int64), kind="stable")]
-    if sets is not None:
-        dealt = dealt[np.argsort(sets[dealt], kind="stable")]
-    ranks = np.arange(len(dealt))
-    rounds, positions = np.divmod(ranks, num_shards)
-    # The first shards have one row more: the last, incomplete round goes forwards.
-    is_forward = (rounds - len(dealt) // num_shards) % 2 == 0
-    shards = np.where(is_forward, positions, num_shards - 1 - positions)
-    order = np.argsort(shards, kind="stable")
-    sizes = np.bincount(shards, minlength=num_shards)
-    chosen = dealt[order]
-    return pool.choose(sizes, chosen), lengths[chosen], None if sets is None else sets[chosen]
-
-
-@dataclass(frozen=True)
-class PackOptions:
-    """The options of `Packed`, as checkpoints store them."""
-
-    limits: tuple[tuple[str, int], ...]
-    overflow: str
-    max_documents: int | None
-    split: bool
-    shares: tuple[tuple[str, float], ...] | None = None
-    shares_of: str = "tokens"
-
-    @property
-    def field(self) -> str:
-        """The field by whose length documents are packed."""
-        return self.limits[0][0]
-
-    @property
-    def length(self) -> int:
-        """Tokens of a pack."""
-        return self.limits[0][1]
-
-    @property
-    def capacity(self) -> Integers:
-        """The most that a pack holds of each field, int64 of shape (fields,)."""
-        return np.array([limit for _, limit in self.limits], np.int64)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """The values that identify the options, as JSON values."""
-        mixed = {}
-        if self.shares is not None:
-            mixed = {"shares": dict(self.shares), "shares_of": self.shares_of}
-        return {
-            "length": dict(self.limits),
-            "overflow": self.overflow,
-            "max_documents": self.max_documents,
-            "split": self.split,
-            **mixed,
-        }
-
-
-@dataclass(frozen=True, eq=False)
-class Documents:
-    """The documents to pack: rows of a pool, or pieces of long rows.
-
-    Args:
-        lengths: The length of each document by field, shard after shard, (documents, fields).
-        counts: Documents of each shard, int64 of shape (C,).
-        rows: The index in the pool of each document's row, or None if each row is a document.
-        starts: The first item of each document in its row, or None for 0.
-        streams: A number below C for each shard, by which its random bits are chosen.
-        set_counts: Documents of each shard and training set, int64 of shape (C, sets), or None.
-        drawn: Documents of each shard and training set in an epoch, or None.
-    """
-
-    lengths: Numbers
-    counts: Integers
-    rows: NDArray[Any] | None
-    starts: NDArray[Any] | None
-    streams: Integers
-    set_counts: Integers | None = None
-    drawn: Integers | None = None
-
-    @classmethod
-    def of(cls, lengths: NDArray[Any], sizes: Integers, options: "PackOptions") -> "Documents":
-        """Make the documents from the lengths of rows, shard after shard."""
-        streams = np.arange(len(sizes))
-        limit = options.length
-        if options.overflow == "truncate":
-            lengths = np.minimum(lengths, limit)
-        if options.overflow != "split" or not (lengths[:, 0] > limit).any():
-            return cls(Numbers(lengths), sizes, None, None, streams)
-        num_chunks = np.maximum(1, -(-lengths[:, 0].astype(np.int64) // limit))
-        rows = np.repeat(np.arange(len(lengths)), num_chunks)
-        starts = ranges(np.zeros_like(num_chunks), num_chunks) * limit
-        chunk_lengths = np.minimum(limit, lengths[rows, 0] - starts)[:, None]
-        shards = np.repeat(np.arange(len(sizes)), sizes)
-        counts = np.bincount(shards, num_chunks, len(sizes)).astype(np.int64)
-        return cls(Numbers(chunk_lengths.astype(lengths.dtype)), counts, rows, starts, streams)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """The values that identify the documents, as JSON values."""
-        return self.lengths.identity
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Documents) and self.lengths == other.lengths
-
-    def __hash__(self) -> int:
-        return hash(self.lengths)
-
-    @cached_property
-    def shard_starts(self) -> Integers:
-        """The first document of each shard, int64 of shape (C,)."""
-        return starts_of(self.counts)
-
-    def reordered(self, pool: Pool, shards: Integers) -> "tuple[Pool, Documents]":
-        """Renumber the shards: shard ``shards[c]`` becomes shard ``c``."""
-        assert isinstance(pool.chosen, np.ndarray)
-        index = ranges(pool.starts[shards], pool.sizes[shards])
-        reordered = pool.choose(pool.sizes[shards], pool.chosen[index])
-        here = ranges(self.shard_starts[shards], self.counts[shards])
-        rows = None
-        if self.rows is not None:
-            moved = np.empty_like(index)
-            moved[index] = np.arange(len(index))
-            rows = moved[self.rows[here]]
-        documents = Documents(
-            Numbers(self.lengths.array[here]),
-            self.counts[shards],
-            rows,
-            None if self.starts is None else self.starts[here],
-            self.streams[shards],
-            None if self.set_counts is None else self.set_counts[shards],
-            None if self.drawn is None else self.drawn[shards],
-        )
-        return reordered, documents
-
-    @property
-    def num_available(self) -> Integers:
-        """Documents of each shard in an epoch, int64 of shape (C,)."""
-        return self.counts if self.drawn is None else self.drawn.sum(axis=1)
-
-    def with_at_least(self, count: int) -> "Documents":
-        """Halve the longest documents of shards that have fewer than ``count``."""
-        if (self.counts >= count).all() or self.rows is None or self.starts is None:
-            return self
-        parts: list[tuple[Any, ...]] = []
-        counts = self.counts.copy()
-        for shard, start in enumerate(self.shard_starts.tolist()):
-            here = slice(start, start + int(counts[shard]))
-            lengths = self.lengths.array[here, 0]
-            rows = self.rows[here]
-            starts = self.starts[here]
-            while len(lengths) < count and lengths.max(initial=0) > 1:
-                is_cut = np.zeros(len(lengths), bool)
-                is_cut[np.argsort(-lengths, kind="stable")[: count - len(lengths)]] = True
-                is_cut &= lengths > 1
-                num_parts = 1 + is_cut
-                is_second = ranges(np.zeros_like(num_parts), num_parts) == 1
-                halves = np.repeat(lengths // 2, num_parts)
-                rows = np.repeat(rows, num_parts)
-                starts = np.repeat(starts, num_parts) + np.where(is_second, halves, 0)
-                repeated = np.repeat(lengths, num_parts)
-                is_first = np.repeat(is_cut, num_parts) & ~is_second
-                lengths = np.where(is_second, repeated - halves, repeated)
-                lengths = np.where(is_first, halves, lengths)
-            counts[shard] = len(lengths)
-            parts.append((lengths, rows, starts))
-        lengths, rows, starts = map(np.concatenate, zip(*parts, strict=True))
-        return Documents(Numbers(lengths[:, None]), counts, rows, starts, self.streams)
-
-
 def _plan(pool: Pool, seed: int, options: PackOptions, documents: Documents) -> "PackedSampler":
     """Decide how many packs each shard has, from the packs of the first epoch."""
     limit = _NO_LIMIT if options.max_documents is None else options.max_documents
     draft = PackedSampler(
         pool, seed, options=options, documents=documents, num_packs=1, max_documents=limit
     )
-    needed, largest = draft.needed_packs()
-    if not needed.any():
+    needs = draft.needs()
+    if not needs.packs.any():
         raise ValueError(f"Packed: field {options.field!r} has no token in any of the rows")
-    if options.overflow == "split" and (documents.counts < needed.max()).any():
-        documents = documents.with_at_least(int(needed.max()))
-        needed, largest = replace(draft, documents=documents).needed_packs()
+    if options.overflow == "split" and (documents.counts < needs.packs.max()).any():
+        documents = documents.with_at_least(np.full_like(needs.packs, needs.packs.max()))
+        needs = replace(draft, documents=documents).needs()
+    needed = needs.packs
     # Shards that need the most packs come first, since the first have one pack more than others.
     tokens = totals(documents.lengths.array[:, 0], documents.counts)
     order = np.lexsort((-tokens, -documents.num_available, -needed))
@@ -519,6 +387,12 @@ def _plan(pool: Pool, seed: int, options: PackOptions, documents: Documents) -> 
             f" packs of {options.length} tokens, and another one has only {available.min()}"
             f" {'tokens' if options.split else 'documents'}: set a smaller num_shards"
         )
+    return _with_room(sampler, needs.largest)
+
+
+def _with_room(sampler: "PackedSampler", largest: int) -> "PackedSampler":
+    """Decide for how many documents batches have room, from the largest pack of epoch 0."""
+    options = sampler.options
     if options.split:
         largest = int(sampler.packs(0).sizes.max())
     if options.max_documents is None:
@@ -530,6 +404,82 @@ def _plan(pool: Pool, seed: int, options: PackOptions, documents: Documents) -> 
             f" epoch has {largest} documents: increase max_documents, or decrease length"
         )
     return sampler
+
+
+def _repeat_streams(pool: Pool, documents: Documents, packs: Integers) -> tuple[Pool, Documents]:
+    """Return documents that don't depend on the packs of blocks, with a stream for each group."""
+    return pool, replace(documents, streams=np.arange(packs.size))
+
+
+def _plan_in_blocks(
+    pool: Pool,
+    seed: int,
+    options: PackOptions,
+    divide_by: Callable[[Integers], tuple[Pool, Documents]],
+    num_tokens: int,
+    num_rows: int,
+    block: int,
+) -> "PackedSampler":
+    """Find the fewest packs, equally many in each block, in which the documents of blocks fit.
+
+    Args:
+        pool: The pool of all rows.
+        seed: Seed of the order.
+        options: The options of the packing.
+        divide_by: Returns a pool and its documents for the packs of each shard and block.
+        num_tokens: What the documents of an epoch take of its packs, in tokens.
+        num_rows: Rows of an epoch.
+        block: Rows of a shard in a block.
+    """
+    num_shards = pool.num_shards
+    limit = _NO_LIMIT if options.max_documents is None else options.max_documents
+    num_packs = max(num_shards, -(-num_tokens // options.length))
+    num_blocks = min(-(-num_rows // (num_shards * block)), num_packs // num_shards)
+    while True:
+        # Packs of a shard in a block.
+        size = -(-num_packs // (num_shards * num_blocks))
+        draft = PackedSampler(
+            pool,
+            seed,
+            options=options,
+            documents=Documents.of(np.ones((0, 1), np.int64), np.zeros(1, np.int64), options),
+            num_packs=num_packs,
+            max_documents=limit,
+            shuffle_block=size,
+        )
+        targets = draft.group_packs.ravel()
+        divided, documents = divide_by(draft.group_packs)
+        if options.overflow == "split":
+            documents = documents.with_at_least(targets)
+        sampler = replace(draft, pool=divided, documents=documents)
+        needs = sampler.needs()
+        lacking = np.flatnonzero(needs.available < targets)
+        if len(lacking):
+            group = int(lacking[0])
+            raise ValueError(
+                f"shuffle_block={block}, set or computed for residency='stream': a block of one"
+                f" shard has {needs.available[group]} {'tokens' if options.split else 'documents'}"
+                f" for {targets[group]} packs of {options.length} tokens: set a larger"
+                " shuffle_block, a smaller num_shards, or split=True"
+            )
+        # Other epochs draw other documents, which may need more packs.
+        margin = 1 if options.shares is None else _MIXTURE_MARGIN
+        excess = int((np.ceil(margin * needs.packs) - targets).max())
+        if excess <= 0:
+            return _with_room(sampler, needs.largest)
+        more = num_shards * num_blocks * (size + excess // 2)
+        num_packs = more if more > num_packs else num_shards * num_blocks * (size + 1)
+
+
+class Needs(NamedTuple):
+    """What the groups of documents need in epoch 0."""
+
+    packs: Integers
+    """The fewest packs of each group, int64 of shape (groups,)."""
+    available: Integers
+    """Documents of each group, of which a pack needs one; with ``split=True``, tokens."""
+    largest: int
+    """The most documents of a pack; 0 with ``split=True``."""
 
 
 class Pieces(NamedTuple):
@@ -586,15 +536,40 @@ class PackedSampler(Sampler):
     def num_positions(self) -> int:
         return self.num_packs
 
-    def needed_packs(self) -> tuple[Integers, int]:
-        """Return the packs that each shard needs in epoch 0, int64 of shape (C,), and the most
-        documents of a pack, which is 0 with ``split=True``.
+    @cached_property
+    def group_packs(self) -> Integers:
+        """Packs of each shard and block, int64 of shape (C, blocks); without blocks, (C, 1)."""
+        size = self.shuffle_block or int(self.counts.max())
+        starts = np.arange(0, int(self.counts.max()), size)
+        packs: Integers = np.clip(self.counts[:, None] - starts, 0, size)
+        return packs
+
+    def with_packs(self, num_packs: int) -> Self:
+        """Return this order with at least as many packs, some of which are divided.
+
+        Raises:
+            ValueError: A shard has too few documents.
         """
+        order = replace(self, num_packs=num_packs)
+        available = self.documents.num_available
         if self.options.split:
-            tokens = totals(self.documents.lengths.array[:, 0], self.documents.counts)
-            return -(-tokens // self.options.length), 0
-        packs = self._packer.pack(0, np.arange(self.num_shards))
-        return packs.counts, int(packs.sizes.max(initial=0))
+            available = totals(self.documents.lengths.array[:, 0], self.documents.counts)
+        if (available < order.counts).any():
+            raise ValueError(
+                f"Curriculum: a shard has {available.min()} documents, too few for the"
+                f" {order.counts.max()} packs of another stage: set a smaller num_shards"
+            )
+        return order
+
+    def needs(self) -> Needs:
+        """Pack epoch 0, in as many packs as each group needs."""
+        documents = self.documents
+        if self.options.split:
+            tokens = totals(documents.lengths.array[:, 0], documents.counts)
+            return Needs(-(-tokens // self.options.length), tokens, 0)
+        packs = self._packer.pack(0, np.arange(len(documents.streams)))
+        available = totals(packs.sizes, packs.counts)
+        return Needs(packs.counts, available, int(packs.sizes.max(initial=0)))
 
     @cached_property
     def _packer(self) -> Packer:
@@ -614,11 +589,16 @@ class PackedSampler(Sampler):
             self._drawing,
         )
 
-    @property
-    def _drawing(self) -> Drawing | None:
+    @cached_property
+    def _drawing(self) -> Drawing | BlockDrawing | None:
         documents = self.documents
-        if documents.set_counts is None or documents.drawn is None:
+        if documents.set_counts is None:
             return None
+        if documents.readings is not None:
+            weights = weights_of(documents.lengths.array, self.options)
+            readings = documents.readings
+            return BlockDrawing(weights, documents.set_counts, readings, self.group_packs)
+        assert documents.drawn is not None
         seed = derive_seed(self.seed, _DRAWING_SEED)
         return Drawing(documents.set_counts, documents.drawn, seed, documents.streams)
 
@@ -629,11 +609,12 @@ class PackedSampler(Sampler):
     @cached_per_epoch
     def _epoch_packs(self, epoch: int) -> EpochPacks:
         cut = self._cut(epoch) if self.options.split else None
-        packs = self._packer.pack_all(epoch, self.counts) if cut is None else cut.packs
+        targets = self.group_packs.ravel()
+        packs = self._packer.pack_all(epoch, targets) if cut is None else cut.packs
         lengths = self.documents.lengths.array[packs.items, 0] if cut is None else cut.lengths
         # The cost of attention.
         costs = totals(lengths.astype(np.int64) ** 2, packs.sizes)
-        order = layered(self.counts, costs, self.seed, epoch)
+        order = self._arranged(epoch, costs)
         sizes = packs.sizes[order]
         index = ranges(starts_of(packs.sizes)[order], sizes)
         starts = np.append(0, np.cumsum(sizes))
@@ -641,17 +622,74 @@ class PackedSampler(Sampler):
             return EpochPacks(starts, packs.items[index])
         return EpochPacks(starts, packs.items[index], cut.starts[index], cut.lengths[index])
 
-    def _cut(self, epoch: int) -> Cut:
-        """Concatenate the documents of all shards in another order in each epoch, and cut them."""
+    def _arranged(self, epoch: int, costs: Integers) -> Integers:
+        """Order the packs of all groups by their positions, shard after shard."""
+        packs = self.group_packs
+        if self.shuffle_block is None:
+            return layered(self.counts, costs, random_bits(self.seed, epoch, LAYER_BITS))
+        starts = starts_of(packs.ravel()).reshape(packs.shape)
+        parts = []
+        shards = []
+        for block in self._block_order(epoch).tolist():
+            counts = packs[:, block]
+            index = ranges(starts[:, block], counts)
+            bits = random_bits(self.seed, epoch, self._block_bits + 1 + block)
+            parts.append(index[layered(counts, costs[index], bits)])
+            shards.append(np.repeat(np.arange(self.num_shards), counts))
+        by_shard = np.argsort(np.concatenate(shards), kind="stable")
+        arranged: Integers = np.concatenate(parts)[by_shard]
+        return arranged
+
+    @property
+    def _block_bits(self) -> int:
+        """The stream of random bits that decides the order of blocks, after those of groups."""
+        return GROUP_BITS + self.group_packs.size * MAX_ATTEMPTS
+
+    def _block_order(self, epoch: int) -> Integers:
+        """Return the blocks in the order of an epoch. One with fewer packs stays last."""
+        packs = self.group_packs
+        order = np.arange(packs.shape[1])
+        num_full = int(np.count_nonzero(packs[-1] == packs[0, 0]))
+        bits = random_bits(self.seed, epoch, self._block_bits)
+        order[:num_full] = bits.random_raw(num_full).argsort()
+        return order
+
+    @override
+    def rows_at(self, epoch: int, start: int, stop: int, shards: Integers) -> Integers:
+        positions = (np.arange(start, stop)[:, None] * self.num_shards + shards).ravel()
+        pieces = self.pieces(epoch, positions[positions < self.num_positions])
+        return distinct(pieces.pool_index)
+
+    @override
+    def most_in_block(self, shard: int, values: Integers) -> int | None:
+        if self.shuffle_block is None:
+            return None
+        if isinstance(self._drawing, BlockDrawing):
+            return self._drawing.most_in_block(shard, values)
         documents = self.documents
-        shards = np.arange(self.num_shards)
+        rows = documents.rows
+        if rows is None:
+            rows = np.arange(len(documents.lengths.array))
+        num_blocks = self.group_packs.shape[1]
+        here = slice(shard * num_blocks, (shard + 1) * num_blocks)
+        counts = documents.counts[here]
+        starts = documents.group_starts[here][counts > 0]
+        first = rows[starts] - self.pool.starts[shard]
+        stop = rows[starts + counts[counts > 0] - 1] + 1 - self.pool.starts[shard]
+        before = np.append(0, np.cumsum(values))
+        return int((before[stop] - before[first]).max(initial=0))
+
+    def _cut(self, epoch: int) -> Cut:
+        """Concatenate the documents of all groups in another order in each epoch, and cut them."""
+        documents = self.documents
+        groups = np.arange(len(documents.counts))
         for attempt in range(MAX_ATTEMPTS):
-            order, _ = self._packer.permuted(epoch, shards, attempt)
+            order, *_ = self._packer.permuted(epoch, groups, attempt)
             cut = concatenate_and_cut(
                 documents.lengths.array[:, 0],
                 order,
                 documents.counts,
-                self.counts,
+                self.group_packs.ravel(),
                 self.options.length,
             )
             largest = int(cut.packs.sizes.max())
@@ -685,7 +723,7 @@ class PackedSampler(Sampler):
     def unused(self) -> float:
         """The fraction of the packs of the first epoch that is padding."""
         lengths = self.documents.lengths.array[:, 0]
-        if self.documents.drawn is not None:
+        if self.documents.set_counts is not None:
             lengths = lengths[self.packs(0).documents]
         tokens = int(lengths.sum(dtype=np.int64))
         return 1 - tokens / (self.num_positions * self.options.length)
@@ -721,12 +759,13 @@ class PackedSampler(Sampler):
         lengths = self.documents.lengths.array[documents]
         row_starts: Integers | None = None
         index = documents
-        if packs.piece_starts is not None and packs.piece_lengths is not None:
-            row_starts = packs.piece_starts[here].astype(np.int64)
-            lengths = packs.piece_lengths[here, None]
-        elif self.documents.rows is not None and self.documents.starts is not None:
+        if self.documents.rows is not None and self.documents.starts is not None:
             row_starts = self.documents.starts[documents].astype(np.int64)
             index = self.documents.rows[documents].astype(np.int64)
+        if packs.piece_starts is not None and packs.piece_lengths is not None:
+            piece_starts = packs.piece_starts[here].astype(np.int64)
+            row_starts = piece_starts if row_starts is None else row_starts + piece_starts
+            lengths = packs.piece_lengths[here, None]
         return Pieces(index, row_starts, lengths, counts)
 
     @override
@@ -764,9 +803,8 @@ class PackedSampler(Sampler):
     @override
     def in_blocks(self, block: int) -> Self:
         raise ValueError(
-            f"shuffle_block={block}, set or computed for residency='stream': packs are planned over"
-            " all rows of a shard, and can't be divided into blocks: omit shuffle_block, and use"
-            " residency='mmap' or 'host'"
+            f"shuffle_block={block}: packs are planned for their blocks: make the sampler with"
+            " Packed.make_in_blocks"
         )
 
 
@@ -775,6 +813,16 @@ class UnpackedSampler(PackedSampler):
     """A single document in each pack, in dataset order."""
 
     is_sequential: ClassVar[bool] = True
+
+    @override
+    def in_blocks(self, block: int) -> Self:
+        return replace(self, shuffle_block=block)
+
+    @override
+    def block_runs(self, epoch: int, number: int) -> list[range] | None:
+        assert self.shuffle_block is not None
+        start = number * self.shuffle_block
+        return [range(start, min(start + self.shuffle_block, self.pool.longest))]
 
     @override
     def packs(self, epoch: int) -> EpochPacks:

@@ -1,4 +1,4 @@
-"""Pack documents of the same shard into sequences of a fixed length.
+"""Pack documents of the same group into sequences of a fixed length.
 
 A pack is filled by best fit, longest documents first. Documents of 5 3 7 2 4 2 tokens, in packs of
 8 tokens::
@@ -8,8 +8,9 @@ A pack is filled by best fit, longest documents first. Documents of 5 3 7 2 4 2 
     packs       7 | 5 3 | 4 2 2      1, 0 and 0 tokens of padding
 
 The lengths are multiplied by random factors before they are sorted, so that each epoch has other
-packs. A shard is divided into windows of documents that are packed independently: numpy then packs
-a thousand windows at once, and planning takes linear time.
+packs. Documents are packed in groups: all documents of a shard, or of one block of a shard. A group
+is divided into windows that are packed independently: numpy then packs a thousand windows at once,
+and planning takes linear time.
 """
 
 from typing import Any, NamedTuple
@@ -27,10 +28,10 @@ _MAX_WINDOWS = 1024
 _MAX_ITEMS = 2**20
 #: Lengths are multiplied by up to 1 + 255 / this, about 2, before they are sorted.
 _JITTER = 256
-#: Streams of the random bits: the order of layers, and the first of the streams of shards.
-_LAYER_BITS = 0
-_SHARD_BITS = 1
-#: Attempts to pack a shard in the packs that it has, before the packs of epoch 0 are used.
+#: Streams of the random bits: the order of layers, and the first of the streams of groups.
+LAYER_BITS = 0
+GROUP_BITS = 1
+#: Attempts to pack a group in the packs that it has, before the packs of epoch 0 are used.
 MAX_ATTEMPTS = 8
 #: Neighbouring positions, up to this number, have packs of similar cost.
 _MAX_ALIKE = 48
@@ -38,17 +39,17 @@ _GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 class Packs(NamedTuple):
-    """Items of some shards, pack after pack."""
+    """Items of some groups, pack after pack."""
 
     items: NDArray[Any]
     """The items, int32 or int64 of shape (items,)."""
     sizes: Integers
     """Items of each pack, of shape (packs,)."""
     counts: Integers
-    """Packs of each shard, int64 of shape (shards,)."""
+    """Packs of each group, int64 of shape (groups,)."""
 
-    def of_shards(self) -> "list[Packs]":
-        """Divide the packs by shard."""
+    def of_groups(self) -> "list[Packs]":
+        """Divide the packs by group."""
         pack_stops = np.cumsum(self.counts)
         item_stops = np.append(0, np.cumsum(self.sizes))[pack_stops]
         items = np.split(self.items, item_stops[:-1])
@@ -58,7 +59,7 @@ class Packs(NamedTuple):
 
 
 def merge_packs(parts: list[Packs]) -> Packs:
-    """Concatenate packs of several shards."""
+    """Concatenate packs of several groups."""
     return Packs(*map(np.concatenate, zip(*parts, strict=True)))
 
 
@@ -82,16 +83,11 @@ class Drawing:
         self._seed = seed
         self._streams = streams
 
-    @property
-    def num_drawn(self) -> Integers:
-        """Documents of each shard in an epoch, int64 of shape (C,)."""
-        totals: Integers = self._drawn.sum(axis=1)
-        return totals
-
-    def documents(self, epoch: int, shard: int) -> Integers:
-        """Return the documents of an epoch, as offsets within the shard."""
+    def documents(self, epoch: int, group: int) -> Integers:
+        """Return the documents of a group in an epoch. A group is a shard."""
+        shard = group
         drawn = [np.zeros(0, np.int64)]
-        start = 0
+        start = int(self._counts[:shard].sum())
         num_sets = self._counts.shape[1]
         for number in range(num_sets):
             count = int(self._counts[shard, number])
@@ -109,17 +105,89 @@ class Drawing:
         return np.concatenate(drawn)
 
 
-class Packer:
-    """Packs the items of shards, differently in each epoch.
+class BlockDrawing:
+    """Draws documents of several sets for blocks, in the order of the files.
+
+    The documents of a set and shard are a line, which is read again and again: so many times in an
+    epoch, of which a block reads its part. 1.5 times an epoch in 2 blocks, of 4 documents of one
+    length: 0 1 2 | 3 0 1 in epoch 0, and 2 3 0 | 1 2 3 in epoch 1. A document belongs where its
+    middle is.
 
     Args:
-        lengths: The length of each item by field, shard after shard: integers of shape
+        weights: The length of each document, ordered by shard and set.
+        counts: Documents of each shard and set, int64 of shape (C, sets).
+        readings: How often an epoch reads each set, of shape (sets,).
+        packs: Packs of each shard and block, int64 of shape (C, blocks).
+    """
+
+    def __init__(
+        self, weights: Integers, counts: Integers, readings: NDArray[np.float64], packs: Integers
+    ) -> None:
+        self._counts = counts
+        self._starts = starts_of(counts.ravel()).reshape(counts.shape)
+        self._readings = readings
+        stops = np.cumsum(weights)
+        self._middles = stops - weights / 2
+        #: Where the line of each shard and set starts, and one past the last one's end.
+        self._bounds = np.append(0, stops)[np.append(self._starts, len(weights))]
+        #: The fraction of an epoch before each block, and 1.
+        before = np.cumsum(np.pad(packs, ((0, 0), (1, 0))), axis=1)
+        self._fractions = before / np.maximum(1, before[:, -1:])
+
+    def _line(self, shard: int, number: int) -> tuple[NDArray[np.float64], float]:
+        """Return the middles of the documents of a shard and set, and the length of their line."""
+        start = int(self._starts[shard, number])
+        at = shard * self._counts.shape[1] + number
+        first, last = self._bounds[at : at + 2].tolist()
+        middles = self._middles[start : start + int(self._counts[shard, number])] - first
+        return middles, last - first
+
+    def documents(self, epoch: int, group: int) -> Integers:
+        """Return the documents of a group in an epoch. A group is a block of a shard."""
+        shard, block = divmod(group, self._fractions.shape[1] - 1)
+        drawn = [np.zeros(0, np.int64)]
+        for number in np.flatnonzero((self._readings > 0) & (self._counts[shard] > 0)).tolist():
+            middles, length = self._line(shard, number)
+            count = len(middles)
+            bounds = (epoch + self._fractions[shard, block : block + 2]) * self._readings[number]
+            rounds = np.floor(bounds)
+            places = np.searchsorted(middles, (bounds - rounds) * length)
+            start, stop = (rounds.astype(np.int64) * count + places).tolist()
+            drawn.append(np.arange(start, stop) % count + self._starts[shard, number])
+        return np.concatenate(drawn)
+
+    def most_in_block(self, shard: int, values: Integers) -> int:
+        """Return the most that the documents of a shard have together in a block of any epoch."""
+        before = 0
+        total = 0
+        for number, count in enumerate(self._counts[shard].tolist()):
+            here = values[before : before + count]
+            before += count
+            middles, length = self._line(shard, number)
+            part = float(np.diff(self._fractions[shard]).max()) * self._readings[number]
+            if part >= 1:
+                total += int(here.sum())
+            elif part > 0 and count:
+                twice = np.append(middles, middles + length)
+                # Half a token for rounding.
+                stops = np.searchsorted(twice, middles + part * length + 0.5, side="right")
+                sums = np.append(0, np.cumsum(np.tile(here, 2)))
+                total += int((sums[stops] - sums[:count]).max())
+        return total
+
+
+class Packer:
+    """Packs the items of groups, differently in each epoch.
+
+    Args:
+        lengths: The length of each item by field, group after group: integers of shape
             (items, fields). The lengths of the first field are at least 1.
-        counts: Items of each shard, int64 of shape (C,).
+        counts: Items of each group, int64 of shape (groups,).
         capacity: The most that a pack holds of each field, int64 of shape (fields,).
         max_documents: The most items of a pack.
         seed: Seed of the order.
-        streams: A number below C for each shard, by which its random bits are chosen.
+        streams: A number below the number of groups for each of them, by which its random bits are
+            chosen.
         drawing: Draws the items of an epoch; None if an epoch has each item once.
     """
 
@@ -131,21 +199,22 @@ class Packer:
         max_documents: int,
         seed: int,
         streams: Integers,
-        drawing: Drawing | None = None,
+        drawing: Drawing | BlockDrawing | None = None,
     ) -> None:
         self._lengths = lengths
         self._streams = streams
         self._drawing = drawing
-        self._counts = counts if drawing is None else drawing.num_drawn
+        self._counts = counts
         self._starts = starts_of(counts)
         self._capacity = capacity
         self._max_documents = max_documents
         self._seed = seed
 
-    def pack(self, epoch: int, shards: Integers, attempt: int = 0) -> Packs:
-        """Pack the items of some shards. Other shards don't change the result."""
-        items, noise = self.permuted(epoch, shards, attempt)
-        starts, sizes = self._windows(shards)
+    def pack(self, epoch: int, groups: Integers, attempt: int = 0) -> Packs:
+        """Pack the items of some groups. Other groups don't change the result."""
+        items, noise, group_counts = self.permuted(epoch, groups, attempt)
+        num_windows = self._num_windows(group_counts)
+        starts, sizes = _windows(group_counts, num_windows)
         packed: list[tuple[NDArray[Any], Integers]] = []
         window_packs = np.zeros(len(sizes), np.int64)
         width = int(sizes.max(initial=1))
@@ -156,80 +225,81 @@ class Packer:
                 items, noise, starts[chunk], sizes[chunk]
             )
             packed.append((chunk_items, pack_sizes))
-        # The windows of a shard follow each other.
+        # The windows of a group follow each other.
         num_before = np.append(0, np.cumsum(window_packs))
-        stops = np.cumsum(self._num_windows(shards))
+        stops = np.cumsum(num_windows)
         counts = np.diff(num_before[np.append(0, stops)])
         packed_items, pack_sizes = map(np.concatenate, zip(*packed, strict=True))
         return Packs(packed_items, pack_sizes, counts)
 
     def pack_all(self, epoch: int, targets: Integers) -> Packs:
-        """Pack all shards, shard ``c`` in ``targets[c]`` packs.
+        """Pack all groups, group ``c`` in ``targets[c]`` packs.
 
         Args:
             epoch: Epoch, counted from 0.
-            targets: int64 of shape (C,), at least the packs of epoch 0 and at most the items of
-                each shard.
+            targets: At least the packs of epoch 0, and at most the items of each group: int64 of
+                shape (groups,).
         """
         packs = self.pack(epoch, np.arange(len(targets)))
         if (packs.counts == targets).all():
             return packs
-        parts = packs.of_shards()
-        for shard in np.flatnonzero(packs.counts > targets).tolist():
-            parts[shard] = self._retry(epoch, shard, int(targets[shard]))
+        parts = packs.of_groups()
+        num_items = totals(packs.sizes, packs.counts)
+        is_unfit = (packs.counts > targets) | (num_items < targets)
+        for group in np.flatnonzero(is_unfit).tolist():
+            parts[group] = self._retry(epoch, group, int(targets[group]))
         return merge_packs([_split(*pair) for pair in zip(parts, targets.tolist(), strict=True)])
 
-    def _retry(self, epoch: int, shard: int, target: int) -> Packs:
-        """Pack a shard with other random factors, until it needs few enough packs."""
-        shards = np.array([shard])
+    def _retry(self, epoch: int, group: int, target: int) -> Packs:
+        """Pack a group with other random factors, until it needs few enough packs."""
+        groups = np.array([group])
         for attempt in range(1, MAX_ATTEMPTS):
-            packs = self.pack(epoch, shards, attempt)
-            if packs.counts[0] <= target:
+            packs = self.pack(epoch, groups, attempt)
+            if packs.counts[0] <= target <= packs.sizes.sum():
                 return packs
-        return self.pack(0, shards)
+        return self.pack(0, groups)
 
     def permuted(
-        self, epoch: int, shards: Integers, attempt: int = 0
-    ) -> tuple[NDArray[Any], NDArray[np.uint8]]:
-        """Permute the items of each shard, and draw a random byte for each."""
+        self, epoch: int, groups: Integers, attempt: int = 0
+    ) -> tuple[NDArray[Any], NDArray[np.uint8], Integers]:
+        """Permute the items of each group, draw a random byte for each, and count them."""
+        drawn = None
+        counts = self._counts
+        if self._drawing is None:
+            counts = self._counts[groups]
+        else:
+            drawn = [self._drawing.documents(epoch, group) for group in groups.tolist()]
+            counts = np.array([len(documents) for documents in drawn], np.int64)
         dtype = np.int32 if len(self._lengths) < 2**31 else np.int64
-        total = int(self._counts[shards].sum())
+        total = int(counts.sum())
         items = np.empty(total, dtype)
         noise = np.empty(total, np.uint8)
         start = 0
-        for shard in shards.tolist():
-            count = int(self._counts[shard])
-            stream = _SHARD_BITS + int(self._streams[shard]) * MAX_ATTEMPTS + attempt
+        for number, (group, count) in enumerate(zip(groups.tolist(), counts.tolist(), strict=True)):
+            stream = GROUP_BITS + int(self._streams[group]) * MAX_ATTEMPTS + attempt
             raw = random_bits(self._seed, epoch, stream).random_raw(count)
             # The order is decided by the high bits.
             noise[start : start + count] = raw & np.uint64(255)
             order = raw.argsort()
             noise[start : start + count] = noise[start : start + count][order]
-            if self._drawing is not None:
-                order = self._drawing.documents(epoch, shard)[order]
-            np.add(order, self._starts[shard], out=items[start : start + count], casting="unsafe")
+            here = items[start : start + count]
+            if drawn is None:
+                np.add(order, self._starts[group], out=here, casting="unsafe")
+            else:
+                here[:] = drawn[number][order]
             start += count
-        return items, noise
+        return items, noise, counts
 
-    def _num_windows(self, shards: Integers) -> Integers:
-        """Count the windows of shards: a pure function of the lengths."""
+    def _num_windows(self, counts: Integers) -> Integers:
+        """Count the windows of groups of some items: a pure function of the lengths."""
         if not len(self._lengths):
-            return np.ones(len(shards), np.int64)
+            return np.ones(len(counts), np.int64)
         fill = max((self._lengths[:, f].sum() / c for f, c in enumerate(self._capacity.tolist())))
         per_item = max(float(fill), len(self._lengths) / self._max_documents) / len(self._lengths)
-        num_windows: Integers = np.maximum(
-            1, np.rint(self._counts[shards] * per_item / _WINDOW_PACKS)
-        ).astype(np.int64)
+        num_windows: Integers = np.maximum(1, np.rint(counts * per_item / _WINDOW_PACKS)).astype(
+            np.int64
+        )
         return num_windows
-
-    def _windows(self, shards: Integers) -> tuple[Integers, Integers]:
-        """Divide the items of each shard evenly: where windows start, and their sizes."""
-        num_windows = self._num_windows(shards)
-        window = ranges(np.zeros_like(num_windows), num_windows)
-        counts = np.repeat(self._counts[shards], num_windows)
-        totals = np.repeat(num_windows, num_windows)
-        sizes = (window + 1) * counts // totals - window * counts // totals
-        return starts_of(sizes), sizes
 
     def _pack_windows(
         self,
@@ -262,6 +332,15 @@ class Packer:
         items = np.take_along_axis(items, grouped, axis=1)[is_item]
         num_packs = (counts > 0).sum(axis=1)
         return items, counts[counts > 0], num_packs
+
+
+def _windows(counts: Integers, num_windows: Integers) -> tuple[Integers, Integers]:
+    """Divide the items of each group evenly: where windows start, and their sizes."""
+    window = ranges(np.zeros_like(num_windows), num_windows)
+    items = np.repeat(counts, num_windows)
+    windows = np.repeat(num_windows, num_windows)
+    sizes = (window + 1) * items // windows - window * items // windows
+    return starts_of(sizes), sizes
 
 
 def best_fit(
@@ -363,7 +442,7 @@ class _Room:
 
 
 def _split(packs: Packs, target: int) -> Packs:
-    """Halve the packs of a shard with the most items, until there are ``target`` packs."""
+    """Halve the packs of a group with the most items, until there are ``target`` packs."""
     sizes = packs.sizes
     while (num_missing := target - len(sizes)) > 0:
         by_size = np.argsort(-sizes, kind="stable")[:num_missing]
@@ -379,7 +458,7 @@ def _split(packs: Packs, target: int) -> Packs:
     return Packs(packs.items, sizes, np.array([target]))
 
 
-def layered(counts: Integers, costs: NDArray[Any], seed: int, epoch: int) -> Integers:
+def layered(counts: Integers, costs: NDArray[Any], bits: np.random.Philox) -> Integers:
     """Order the packs of all shards by layers of similar cost, which are permuted at random.
 
     A layer is the packs at one place of all shards, which are neighbours in the order of the epoch.
@@ -387,8 +466,7 @@ def layered(counts: Integers, costs: NDArray[Any], seed: int, epoch: int) -> Int
     Args:
         counts: Packs of each shard, int64 of shape (C,). The first shards may have one pack more.
         costs: The cost of each pack, shard after shard.
-        seed: Seed of the order.
-        epoch: Epoch, counted from 0.
+        bits: Random bits of the order of layers.
 
     Returns:
         The packs in their new order, shard after shard.
@@ -399,7 +477,6 @@ def layered(counts: Integers, costs: NDArray[Any], seed: int, epoch: int) -> Int
     shared = int(counts[-1])
     alike = max(d for d in range(1, min(_MAX_ALIKE, num_shards) + 1) if num_shards % d == 0)
     zero = np.zeros(1, np.int64)
-    bits = random_bits(seed, epoch, _LAYER_BITS)
     order = permuted(np.array([max(1, shared)]), bits).grid(0, shared, zero, zero)
     arranged = np.empty(int(counts.sum()), np.int64)
     starts = starts_of(counts)
@@ -422,7 +499,7 @@ class Cut(NamedTuple):
     """Pieces of documents, pack after pack."""
 
     packs: Packs
-    """The document of each piece, the pieces of each pack, and the packs of each shard."""
+    """The document of each piece, the pieces of each pack, and the packs of each group."""
     starts: NDArray[Any]
     """The first item of each piece in its document, of shape (pieces,)."""
     lengths: NDArray[Any]
@@ -432,35 +509,50 @@ class Cut(NamedTuple):
 def concatenate_and_cut(
     lengths: NDArray[Any], order: NDArray[Any], counts: Integers, targets: Integers, length: int
 ) -> Cut:
-    """Concatenate the documents of each shard, and cut them at multiples of a length.
+    """Concatenate the documents of each group, and cut them at multiples of a length.
 
     Documents of 5 3 7 tokens, in 2 packs of 8 tokens: 5 3 | 7. In 3 packs, the last packs are
     shorter: 5 3 | 4 | 3.
 
     Args:
-        lengths: The length of each document, shard after shard.
-        order: The documents of each shard in their order.
-        counts: Documents of each shard, int64 of shape (C,).
-        targets: Packs of each shard, at most its tokens, int64 of shape (C,).
+        lengths: The length of each document, group after group.
+        order: The documents of each group in their order.
+        counts: Documents of each group, int64 of shape (groups,).
+        targets: Packs of each group, at most its tokens, int64 of shape (groups,).
         length: Tokens of a pack.
     """
     ordered = lengths[order].astype(np.int64)
-    shard_tokens = totals(ordered, counts)
-    # The start of each pack in its shard. The last packs share the rest.
+    group_tokens = totals(ordered, counts)
+    # The start of each pack in its group. The last packs share the rest.
     pack = ranges(np.zeros_like(targets), targets)
-    tokens = np.repeat(shard_tokens, targets)
+    tokens = np.repeat(group_tokens, targets)
     num_packs = np.repeat(targets, targets)
     least = np.maximum(1, np.minimum(length // 2, tokens // np.maximum(1, num_packs)))
     starts = np.minimum(pack * length, tokens - (num_packs - pack) * least)
-    starts += np.repeat(starts_of(shard_tokens), targets)
-    stops = np.cumsum(ordered)
-    document_starts = stops - ordered
-    # A piece starts where a document or a pack does. Documents without a token have no piece.
-    cuts = np.concatenate([document_starts[ordered > 0], starts])
+    starts += np.repeat(starts_of(group_tokens), targets)
+    document, piece_starts, piece_lengths, sizes = cut_line(ordered, starts)
+    return Cut(Packs(order[document], sizes, targets), piece_starts, piece_lengths)
+
+
+def cut_line(lengths: Integers, starts: Integers) -> tuple[Integers, Integers, Integers, Integers]:
+    """Concatenate documents, and cut them where sections start.
+
+    Documents without a token have no piece. 5 3 7 tokens, cut at 0 and 6: 5 1 | 2 7.
+
+    Args:
+        lengths: The length of each document, int64 of shape (documents,).
+        starts: The first token of each section, ascending from 0, int64 of shape (sections,).
+
+    Returns:
+        The document of each piece, its first token in the document, its length, and the number of
+        pieces of each section.
+    """
+    stops = np.cumsum(lengths)
+    document_starts = stops - lengths
+    cuts = np.concatenate([document_starts[lengths > 0], starts[starts < stops[-1]]])
     cuts.sort(kind="stable")
     cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])[: len(cuts)]]
     document = np.searchsorted(stops, cuts, side="right")
     piece_lengths = np.diff(cuts, append=stops[-1:])
     sizes = np.diff(np.searchsorted(cuts, starts), append=len(cuts))
-    packs = Packs(order[document], sizes, targets)
-    return Cut(packs, cuts - document_starts[document], piece_lengths)
+    return document, cuts - document_starts[document], piece_lengths, sizes

@@ -175,6 +175,25 @@ class Sampler(ABC):
         """
         return None
 
+    def rows_at(self, epoch: int, start: int, stop: int, shards: Integers) -> Integers:
+        """Return the rows at the positions of a grid, as indices in the pool; see `grid`."""
+        grid = self.grid(epoch, start, stop, shards, self.pool.starts[shards])
+        positions = np.arange(start, stop, dtype=np.int64)[:, None] * self.num_shards + shards
+        rows: Integers = grid[(positions < self.num_positions).ravel()]
+        return rows
+
+    def most_in_block(self, shard: int, values: Integers) -> int | None:
+        """Return the most that the rows of a shard in any block have together.
+
+        Args:
+            shard: The shard.
+            values: What each row of the shard has, such as items: int64 of shape (rows,).
+
+        Returns:
+            The sum. None if a block has one row per position, which may be any rows.
+        """
+        return None
+
     def clear(self) -> None:
         """Free all tables. They are computed again when they are needed."""
         self._tables.clear()

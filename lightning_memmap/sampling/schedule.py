@@ -266,16 +266,19 @@ class Blocks:
 
     @property
     def longest(self) -> int:
-        """Positions of a shard in the longest block."""
-        return min(self.rows, -(-self.sampler.num_positions // self.sampler.num_shards))
+        """The most rows of a shard in a block."""
+        sampler = self.sampler
+        longest = min(self.rows, -(-sampler.num_positions // sampler.num_shards))
+        for shard, num_rows in enumerate(sampler.pool.sizes.tolist()):
+            most = sampler.most_in_block(shard, np.broadcast_to(np.int64(1), num_rows))
+            if most is None:
+                break
+            longest = max(longest, most)
+        return longest
 
     def index(self, epoch: int, number: int, shards: Integers) -> Integers:
         """Return the rows that a block holds of some shards, as indices in the pool."""
         sampler = self.sampler
-        num_shards = sampler.num_shards
         start = number * self.rows
-        stop = min(start + self.rows, -(-sampler.num_positions // num_shards))
-        grid = sampler.grid(epoch, start, stop, shards, sampler.pool.starts[shards])
-        positions = np.arange(start, stop, dtype=np.int64)[:, None] * num_shards + shards
-        index: Integers = grid[(positions < sampler.num_positions).ravel()]
-        return index
+        stop = min(start + self.rows, -(-sampler.num_positions // sampler.num_shards))
+        return sampler.rows_at(epoch, start, stop, shards)

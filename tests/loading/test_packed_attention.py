@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -192,6 +193,36 @@ def test_varlen_arguments_name_each_document_and_all_padding() -> None:
     lengths = [length for length in starts.diff().tolist() if length]
     assert lengths == [7, 1, 20, 12, 8, 48, 5, 5, 5, 33, 30, 18]
     assert max(lengths) <= arguments["max_q"] == arguments["max_k"] == LENGTH
+
+
+def varlen_reference(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor) -> Tensor:
+    """What `varlen_attn` computes, sequence by sequence, of (B * L, heads, E) each."""
+    parts = []
+    for start, stop in pairwise(cu_seq_q.tolist()):
+        q, k, v = (values[start:stop].transpose(0, 1)[None] for values in (query, key, value))
+        if start < stop:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            parts.append(mixed[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def test_losses_and_gradients_by_varlen_arguments_are_those_of_single_documents() -> None:
+    torch.manual_seed(0)
+    model = Transformer().double()
+    packing = packing_of(PACKS)
+    starts = packing.varlen_arguments()["cu_seq_q"]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        flat = [values.transpose(1, 2).flatten(0, 1) for values in (query, key, value)]
+        mixed = varlen_reference(*flat, starts)
+        return mixed.view(len(PACKS), LENGTH, HEADS, -1).transpose(1, 2)
+
+    losses, targets = packed_losses(model, packing, attend)
+    loss = losses.sum() / (targets != -100).sum()
+    expected, _ = unpacked(model)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    for found, right in zip(gradients(model, loss), gradients(model, expected), strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="varlen_attn has no kernel for the CPU")

@@ -279,12 +279,6 @@ def test_folds_and_skipped_steps_are_those_of_other_orders(tmp_path: Path) -> No
     assert sorted(seen) == [*range(120)]
 
 
-@pytest.mark.parametrize("options", [{"residency": "stream"}, {"shuffle_block": 3}])
-def test_blocks_are_an_error(tmp_path: Path, options: Any) -> None:
-    with pytest.raises(ValueError, match="shuffle_block"):
-        batches_of(data_of(tmp_path, **options))
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [

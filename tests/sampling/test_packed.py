@@ -244,11 +244,63 @@ def test_options_of_a_mixture_are_checked(options: Any, match: str) -> None:
         mixed(**{"shares": {"a": 1, "b": 1}, **options})
 
 
-def test_curriculum_of_packs_is_an_error() -> None:
-    curriculum = Curriculum({0: None, 3: Packed("tokens", 100)})
-    table = Table(300, tokens=random_lengths(300))
-    with pytest.raises(ValueError, match=r"stages\[3\]"):
-        curriculum.make(pool_of(300, 4), 0, table)
+def curriculum_of(stages: dict[int, Any], limit: int = 100) -> Any:
+    table = Table(300, tokens=random_lengths(300, median=limit / 3, limit=limit))
+    return Curriculum(stages).make(pool_of(300, 4), 0, table)
+
+
+def test_stages_of_a_curriculum_have_their_packs() -> None:
+    stages = {0: Packed("tokens", 100), 3: Packed("tokens", 100, max_documents=2)}
+    order = curriculum_of({**stages, 5: Packed("tokens", 100, split=True)})
+    lengths = random_lengths(300, median=100 / 3)
+    assert isinstance(order, PackedSampler)
+    for epoch in range(7):
+        packs = all_packs(order, epoch)
+        assert len(packs) == order.num_positions
+        assert tokens_of(packs) == [
+            (row, token) for row, n in enumerate(lengths) for token in range(n)
+        ]
+        assert (max(map(len, packs)) <= 2) == (epoch in (3, 4))
+        for shard in range(4):
+            home = {*order.pool.shard_dataset_rows(shard).tolist()}
+            assert {row for pack in packs[shard::4] for row, *_ in pack} <= home
+    # Its first stage is divided further, for the packs of the second.
+    alone = Packed("tokens", 100).make(pool_of(300, 4), 0, Table(300, tokens=lengths))
+    assert alone.num_positions < order.num_positions
+    assert order.cuts_rows
+    assert pickle.loads(pickle.dumps(order)).identity == order.identity
+
+
+def test_shares_of_a_curriculum_change_at_its_epochs() -> None:
+    lengths = np.append(random_lengths(600, median=20), random_lengths(200, 1, median=45))
+    members = StoreRows(Shards(600, 4)), StoreRows(Shards(200, 4))
+    pool = Pool.of(JoinedRows(("a", "b"), members), 4)
+    stages: Any = {
+        epoch: Packed("tokens", 100, shares={"a": a, "b": 1 - a}, shares_of="documents")
+        for epoch, a in ((0, 0.75), (2, 0.25))
+    }
+    curriculum = Curriculum(stages)
+    assert curriculum.stores == ("a", "b")
+    order = curriculum.make(pool, 0, Table(800, tokens=lengths))
+    for epoch in range(4):
+        rows = order.dataset_rows(epoch, range(order.num_positions))
+        assert (rows < 600).mean() == pytest.approx(0.75 if epoch < 2 else 0.25, abs=0.002)
+
+
+@pytest.mark.parametrize(
+    ("stages", "match"),
+    [
+        ({0: None, 3: Packed("tokens", 100)}, r"stages\[3\]"),
+        ({0: Packed("tokens", 100), 3: Packed("tokens", 200)}, "200"),
+        (
+            {0: Packed("tokens", 100, overflow="drop"), 1: Packed("tokens", 100, split=True)},
+            "num_shards",
+        ),
+    ],
+)
+def test_stages_that_do_not_fit_together_are_an_error(stages: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        curriculum_of(stages, 3000 if match == "num_shards" else 100)
 
 
 def test_long_row_is_an_error_that_names_it() -> None:
