@@ -196,10 +196,11 @@ class Stream(RowSource):
     @override
     def locate(self, sampler: Sampler, epoch: int, positions: range | Integers) -> Integers:
         slots = self._slot_map.locate(sampler, epoch, positions)
-        block_positions = self._block_rows * self._pool.num_shards
         if not isinstance(positions, range):
-            located: Integers = slots + positions // block_positions * self.num_slots
+            blocks = positions // (self._block_rows * self._pool.num_shards)
+            located: Integers = slots + blocks * self.num_slots
             return located
+        block_positions = self._blocks(sampler).positions
         first_block = positions.start // block_positions
         for block in range(first_block, -(-positions.stop // block_positions)):
             start = bisect_left(positions, block_positions * block)

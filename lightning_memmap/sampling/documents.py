@@ -239,16 +239,21 @@ def divide(
     rows = line.rows
     starts = line.starts
     stops = np.cumsum(weights_of(lengths, options))
+    num_before = starts_of(packs.ravel())
     # Python integers do not overflow.
-    before = starts_of(packs.ravel()).astype(object)
-    cuts = (before * int(stops[-1]) // int(packs.sum())).astype(np.int64)
+    cuts = (num_before.astype(object) * int(stops[-1]) // int(packs.sum())).astype(np.int64)
     if options.split:
         rows, starts, pieces, counts = cut_line(lengths[:, 0].astype(np.int64), cuts)
         lengths = pieces[:, None].astype(lengths.dtype)
     else:
         # A document belongs to the section that has its middle.
         doubled = np.append(0, stops[:-1]) + stops
-        counts = np.diff(np.searchsorted(doubled, 2 * cuts), append=len(lengths))
+        bounds = np.searchsorted(doubled, 2 * cuts)
+        # A section has at least as many documents as packs, if there are enough.
+        spare = np.maximum.accumulate(bounds - num_before)
+        bounds = num_before + np.minimum(spare, max(0, len(lengths) - int(packs.sum())))
+        bounds = np.minimum(bounds, len(lengths))
+        counts = np.diff(bounds, append=len(lengths))
     num_shards = len(packs)
     shard_counts = counts.reshape(packs.shape).sum(axis=1)
     document_rows = np.arange(len(lengths)) if rows is None else rows

@@ -80,6 +80,10 @@ class Packed(ReprAsCall, SamplerFactory):
     Fields whose rows have the same lengths as the named field are packed in the same way. Samples
     must be dicts.
 
+    With ``shuffle_block``, which ``residency="stream"`` needs, a pack has documents of one block:
+    about so many consecutive rows of each shard. All blocks have equally many packs, so that a
+    block may leave a pack or two of each shard unused.
+
     Args:
         field: The name of a field of variable length, such as ``"tokens"``.
         length: Tokens of a pack. Or the most of each of several fields, such as
@@ -203,6 +207,8 @@ class Packed(ReprAsCall, SamplerFactory):
         if kept is not None:
             lengths = lengths[kept]
             sets = None if sets is None else sets[kept]
+        if not lengths[:, 0].any():
+            raise ValueError(f"Packed: field {self.field!r} has no token in any of the rows")
         line = Documents.of(lengths, np.array([len(lengths)]), options)
         weights = weights_of(line.lengths.array, options)
         if sets is None:
@@ -398,11 +404,6 @@ def _with_room(sampler: "PackedSampler", largest: int) -> "PackedSampler":
     if options.max_documents is None:
         room = -(-(largest + largest // 4) // _DOCUMENTS_MULTIPLE) * _DOCUMENTS_MULTIPLE
         return replace(sampler, max_documents=room)
-    if largest > options.max_documents:
-        raise ValueError(
-            f"Packed: max_documents={options.max_documents}: with split=True, a pack of the first"
-            f" epoch has {largest} documents: increase max_documents, or decrease length"
-        )
     return sampler
 
 
@@ -667,20 +668,23 @@ class PackedSampler(Sampler):
         if isinstance(self._drawing, BlockDrawing):
             return self._drawing.most_in_block(shard, values)
         documents = self.documents
-        rows = documents.rows
-        if rows is None:
-            rows = np.arange(len(documents.lengths.array))
         num_blocks = self.group_packs.shape[1]
         here = slice(shard * num_blocks, (shard + 1) * num_blocks)
         counts = documents.counts[here]
-        starts = documents.group_starts[here][counts > 0]
-        first = rows[starts] - self.pool.starts[shard]
-        stop = rows[starts + counts[counts > 0] - 1] + 1 - self.pool.starts[shard]
+        first = documents.group_starts[here][counts > 0]
+        last = first + counts[counts > 0] - 1
+        if documents.rows is not None:
+            first = documents.rows[first]
+            last = documents.rows[last]
+        start = self.pool.starts[shard]
         before = np.append(0, np.cumsum(values))
-        return int((before[stop] - before[first]).max(initial=0))
+        return int((before[last + 1 - start] - before[first - start]).max(initial=0))
 
     def _cut(self, epoch: int) -> Cut:
-        """Concatenate the documents of all groups in another order in each epoch, and cut them."""
+        """Concatenate the documents of all groups in another order in each epoch, and cut them.
+
+        If packs have too many documents in every order that is tried, cut them as in epoch 0.
+        """
         documents = self.documents
         groups = np.arange(len(documents.counts))
         for attempt in range(MAX_ATTEMPTS):
@@ -695,9 +699,11 @@ class PackedSampler(Sampler):
             largest = int(cut.packs.sizes.max())
             if largest <= self.max_documents:
                 return cut
+        if epoch:
+            return self._cut(0)
         raise ValueError(
-            f"Packed: max_documents={self.max_documents}: with split=True, a pack of epoch {epoch}"
-            f" has {largest} documents: increase max_documents, or decrease length"
+            f"Packed: max_documents={self.max_documents}: with split=True, a pack has {largest}"
+            " documents: increase max_documents, or decrease length"
         )
 
     def num_targets(self, epoch: int, positions: range) -> NDArray[Any]:

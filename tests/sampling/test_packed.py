@@ -303,6 +303,15 @@ def test_stages_that_do_not_fit_together_are_an_error(stages: Any, match: str) -
         curriculum_of(stages, 3000 if match == "num_shards" else 100)
 
 
+def test_cut_packs_of_all_epochs_have_at_most_max_documents() -> None:
+    lengths = np.random.default_rng(0).choice([1, 2, 60], 400)
+    largest = max(map(len, all_packs(made(lengths, split=True))))
+    sampler = made(lengths, split=True, max_documents=largest)
+    for epoch in range(30):
+        assert max(map(len, all_packs(sampler, epoch))) <= largest
+    assert all_packs(sampler, 1) != all_packs(sampler, 2)
+
+
 def test_long_row_is_an_error_that_names_it() -> None:
     with pytest.raises(ValueError, match=r"row 1 .*overflow"):
         made([5, 101, 7])

@@ -5,20 +5,22 @@
     python tests/programs/benchmarks/packing.py --plan 10000000
 
 Lengths are log-normal, as those of chats (median 300) and of web texts (median 700). The packers of
-others are their published algorithms, in the units in which they pack: TRL's best-fit decreasing
-("bfd") of each 1,000 rows, which is what its `map` passes to it; axolotl's first-fit decreasing
-("multipack") of each rank's rows in groups of 100,000, whose epoch is cut to what all ranks have;
-and first fit with 8 open packs, as in Grain and torchtitan. They are written down here, and not
-imported: these libraries need CUDA or other versions of torch.
+others pack in their own units: TRL's best-fit decreasing ("bfd") of each 1,000 rows, which is what
+its `map` passes to it; axolotl's first-fit decreasing ("multipack") of each rank's rows in groups
+of 100,000, whose epoch is cut to what all ranks have; and first fit with 8 open packs, as in Grain
+and torchtitan. TRL's is its own function if `trl` is installed, and must then make as many packs as
+the algorithm written down here. The others are their published algorithms: axolotl needs CUDA.
 """
 
 import argparse
 import bisect
+import importlib.util
 import json
 import os
 import platform
 import resource
 from collections.abc import Iterator
+from importlib.metadata import version
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -71,8 +73,23 @@ def best_fit_decreasing(lengths: Lengths, limit: int) -> int:
 
 def trl(lengths: Lengths, limit: int) -> float:
     """The padding of best-fit decreasing over each 1,000 rows."""
-    packs = [lengths[first : first + 1000] for first in range(0, len(lengths), 1000)]
-    return 1 - lengths.sum() / (limit * sum(best_fit_decreasing(part, limit) for part in packs))
+    parts = [lengths[first : first + 1000] for first in range(0, len(lengths), 1000)]
+    num_packs = sum(best_fit_decreasing(part, limit) for part in parts)
+    if importlib.util.find_spec("trl") is not None:
+        assert num_packs == trl_packs(lengths, limit)
+    return 1 - lengths.sum() / (limit * num_packs)
+
+
+def trl_packs(lengths: Lengths, limit: int) -> int:
+    """Packs of TRL's own function."""
+    from datasets import Dataset
+    from trl.data_utils import pack_dataset
+
+    rows = [np.zeros(length, np.int32) for length in lengths.tolist()]
+    start = perf_counter()
+    packed = pack_dataset(Dataset.from_dict({"input_ids": rows}), limit, strategy="bfd")
+    print(f"  trl {version('trl')} packs {len(rows):,} rows in {perf_counter() - start:.2f} s")
+    return len(packed)
 
 
 def axolotl(lengths: Lengths, limit: int, ranks: int = 8) -> tuple[float, float]:
