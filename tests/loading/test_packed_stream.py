@@ -147,7 +147,7 @@ def test_evaluation_and_prediction_are_streamed(tmp_path: Path) -> None:
 
 
 def test_blocks_that_exceed_the_memory_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(PlacementError, match="residency=.stream"):
+    with pytest.raises(PlacementError, match=r"residency=.stream"):
         set_up(make(tmp_path, "stream", memory_fraction=1e-6), "fit")
 
 
