@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_memmap.callbacks.ranks import is_first_with_its_rows
+from lightning_memmap.callbacks.ranks import fill_member, is_last_with_its_rows
 from lightning_memmap.data.splits import check_store_name
 from lightning_memmap.errors import SchemaError, StoreError, with_article
 from lightning_memmap.loading.loader import SuperBatchLoader
@@ -80,7 +80,7 @@ class PredictionTable(BasePredictionWriter):
         """Check that there is something to predict, and fill the member into the path."""
         super().setup(trainer, pl_module, stage)
         if stage == "predict":
-            self.path = _path_of_member(self.path, trainer)
+            self.path = fill_member(self.path, trainer, self)
             if trainer.limit_predict_batches == 0:
                 # No other hook is called in this case.
                 raise _incomplete(trainer, "no batch")
@@ -236,7 +236,7 @@ class _Table:
         """Create the files on rank zero and open them on all ranks, or raise on all ranks."""
         fields = ", ".join(f"{field.name} {field}" for field in schema.fields)
         check_ranks_match({"the table": f"{self._num_rows} rows of {fields} at {self._path}"})
-        writes = is_first_with_its_rows(trainer)
+        writes = is_last_with_its_rows(trainer)
         with all_or_none():
             draft = Manifest.draft(self._num_rows, self._num_shards, schema)
             if trainer.is_global_zero:
@@ -278,18 +278,6 @@ def _by_path(path: Path, loaders: Any) -> dict[Path, Any]:
     for name in loaders:
         check_store_name("the predict dataloader", name)
     return {path / str(name): loader for name, loader in loaders.items()}
-
-
-def _path_of_member(path: Path, trainer: L.Trainer) -> Path:
-    if "{member}" not in str(path):
-        return path
-    member = getattr(trainer.strategy, "member", None)
-    if member is None:
-        raise ValueError(
-            f"PredictionTable: the path {str(path)!r} has {{member}}, the number of a member, but"
-            " only strategy='memmap_independent' has members"
-        )
-    return Path(str(path).replace("{member}", str(member)))
 
 
 def _unknown_rows(loader: Any) -> ValueError:

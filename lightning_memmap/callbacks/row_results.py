@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memmap.callbacks.ranks import is_first_with_its_rows
+from lightning_memmap.callbacks.ranks import fill_member, is_last_with_its_rows
 from lightning_memmap.errors import SchemaError, with_article
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.placement.topology import find_data_parallel_rank
@@ -18,6 +18,7 @@ from lightning_memmap.ranks import all_or_none
 from lightning_memmap.results.folder import ResultFolder, Run, digest_of
 from lightning_memmap.results.parts import PartHeader, PartWriter, RowSlots
 from lightning_memmap.results.row_log import logged_rows, take_logged_rows
+from lightning_memmap.results.writer import ResultWriter
 from lightning_memmap.schema.fields import Field, dtype_name, field_name
 
 #: Names that `read_row_results` adds.
@@ -28,7 +29,7 @@ _PENDING_STEPS = 64
 _PENDING_BYTES = 16 * 2**20
 
 
-class RowResults(L.Callback):
+class RowResults(ResultWriter, L.Callback):
     """Stores what each step returns for its rows, such as their losses, by row of the dataset.
 
     ``training_step`` returns a dict with the mean loss and, under each of ``keys``, a tensor of
@@ -100,6 +101,8 @@ class RowResults(L.Callback):
         self._attempt = ""
         self._folder = ResultFolder(self.path)
         self._writes = False
+        #: Whether results of later epochs, which the run repeats, have been removed.
+        self._is_rewound = False
         self._loader: SuperBatchLoader | None = None
         self._loader_index = 0
         self._epoch = 0
@@ -113,7 +116,7 @@ class RowResults(L.Callback):
     @override
     def state_key(self) -> str:
         """The key in checkpoints, which differs between callbacks of one Trainer."""
-        return f"{type(self).__qualname__}[{self.split}, {self.path}]"
+        return f"{type(self).__qualname__}[{self.split}, {self.path}, {', '.join(self.keys)}]"
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -126,18 +129,27 @@ class RowResults(L.Callback):
         self._run = str(state_dict["run"])
 
     @override
+    def path_in(self, trainer: L.Trainer) -> Path:
+        """Return the folder that it writes to in a run, with the member filled in."""
+        return fill_member(self.path, trainer, self).resolve()
+
+    @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Fill the member into the path."""
-        path = str(self.path)
-        if "{member}" in path:
-            member = getattr(trainer.strategy, "member", None)
-            if member is None:
+        """Fill the member into the path, and check that no other callback writes there."""
+        path = self.path_in(trainer)
+        for other in trainer.callbacks:  # type: ignore[attr-defined]
+            if (
+                other is not self
+                and isinstance(other, RowResults)
+                and other.path_in(trainer) == path
+            ):
                 raise ValueError(
-                    f"RowResults: the path {path!r} has {{member}}, the number of a member, but"
-                    " only strategy='memmap_independent' has members"
+                    f"RowResults: path={str(self.path)!r} belongs to two callbacks, with"
+                    f" split={self.split!r}, keys={[*self.keys]} and split={other.split!r},"
+                    f" keys={[*other.keys]}: pass all keys of a split to one callback, and another"
+                    " path for each split"
                 )
-            path = path.replace("{member}", str(member))
-        self._folder = ResultFolder(Path(path).resolve())
+        self._folder = ResultFolder(path)
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -286,16 +298,21 @@ class RowResults(L.Callback):
         """Claim the folder for the run, or raise on all ranks. All ranks must call this."""
         self._close()
         self._fields = ()
+        self._is_rewound = False
         with all_or_none():
             self._loader_index, self._loader = self._find_loader(loaders)
         loader = self._loader
         assert loader is not None
-        self._writes = is_first_with_its_rows(trainer)
+        self._writes = is_last_with_its_rows(trainer)
         names = self._run or secrets.token_hex(8), secrets.token_hex(4)
         self._run, self._attempt = trainer.strategy.broadcast(names)
         with all_or_none():
             if trainer.is_global_zero:
-                run = Run(run=self._run, num_rows=loader.order.pool.rows.num_dataset_rows)
+                run = Run(
+                    run=self._run,
+                    num_rows=loader.order.pool.rows.num_dataset_rows,
+                    dataset=dict(loader.contents),
+                )
                 self._folder.claim(run, overwrite=self.overwrite)
                 if self._stage == "train":
                     # A checkpoint of the last step may be older than the end of its epoch, and the
@@ -423,9 +440,10 @@ class RowResults(L.Callback):
         start = loader.start
         is_training = self._stage == "train"
         self._epoch = start.epoch if is_training else trainer.current_epoch
-        if trainer.is_global_zero and is_training:
-            self._folder.rewind(self._run, loader.order, start.epoch, start.position, self._attempt)
         rank, size = find_data_parallel_rank(trainer.strategy)
+        if rank == 0 and is_training and not self._is_rewound:
+            self._folder.rewind(self._run, loader.order, start.epoch, start.position, self._attempt)
+            self._is_rewound = True
         header = PartHeader(
             run=self._run,
             order=digest_of(loader.order),
@@ -451,7 +469,9 @@ class RowResults(L.Callback):
                 is_training = self._stage == "train"
                 epoch = loader.start.epoch if is_training else trainer.current_epoch
                 keep = "" if is_training else self._attempt
-                self._folder.commit(self._run, loader.order, epoch, keep)
+                # As the checkpoints of this moment have them.
+                step = str(trainer.global_step)
+                self._folder.commit(self._run, loader.order, epoch, keep, step=step)
 
     def _close(self) -> None:
         self._pending = []

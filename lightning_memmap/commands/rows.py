@@ -21,10 +21,12 @@ from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.data.splits import SPLITS
 from lightning_memmap.errors import MemmapError, StoreNotFoundError, check_integer
 from lightning_memmap.placement.topology import DataTopology, find_topology
-from lightning_memmap.results.reading import read_latest, read_row_results
+from lightning_memmap.results.reading import check_dataset, read_latest, read_row_results
+from lightning_memmap.sampling.columns import DatasetIdentity
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import BatchSchedule, steps_to_skip
 from lightning_memmap.store import Store
+from lightning_memmap.store.series import make_fields
 from lightning_memmap.tables import check_page, make_table, render_page, text, write_atomically
 
 _DESCRIPTION = """List the rows of the global batch of any step, device by device, or the rows with
@@ -182,6 +184,8 @@ def rows_command(args: list[str]) -> int:
             store = _open_store(options, data)
             order = data.train_sampler(store, topology)
             if options.results is not None:
+                fields = make_fields(store, order.pool.rows)
+                check_dataset(options.results, DatasetIdentity.of(fields))
                 listing = _list_results(options, order)
             elif options.find is not None:
                 listing = _list_steps(options, data, order, topology)

@@ -66,6 +66,9 @@ def make_loader(
             training_options["skip_steps"] = steps_to_skip(options.skip_steps)
             training_options["skipped"] = skipped
     order = set_up.make_order(options) if is_training else set_up.placement.splits[split].order
+    if trainer is not None:
+        for column in order.epoch_columns:
+            column.check_trainer(trainer)
     if is_training:
         training_options |= _counting_options(order, set_up, options, trainer)
     is_growing = any(store.pending is not None for store in set_up.stores.values())

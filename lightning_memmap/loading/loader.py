@@ -1,7 +1,7 @@
 """The super-batch loader: one super-batch per step, from the shards of all data devices."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -188,6 +188,11 @@ class SuperBatchLoader:
         if self.drop_last:
             return range(num_rows // (2 * num_devices) + 1)
         return range(-(-num_rows // num_devices))
+
+    @property
+    def contents(self) -> Mapping[str, str]:
+        """What identifies the content of the dataset; see `Fields`."""
+        return self._rows.contents
 
     @property
     def data_devices(self) -> tuple[torch.device, ...]:

@@ -1,7 +1,7 @@
 """The rows of a split: set up the sources that this process fetches them from."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from lightning_memmap.schema.fields import Field
 from lightning_memmap.schema.forms import Decode
 from lightning_memmap.store import Store
 from lightning_memmap.store.open_columns import ItemRows
+from lightning_memmap.store.series import make_fields
 from lightning_memmap.store.store import PendingRows
 
 
@@ -50,6 +51,7 @@ class SplitRows:
         images: The fields that are decoded.
         are_numbered: Whether batches contain the dataset rows.
         pending: Rows that are still being built or downloaded, which a loader waits for.
+        contents: What identifies the content of the dataset; see `Fields`.
     """
 
     pool: Pool
@@ -60,6 +62,7 @@ class SplitRows:
     images: Images | None = None
     are_numbered: bool = False
     pending: PendingRows | None = None
+    contents: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_released(self) -> bool:
@@ -146,6 +149,7 @@ def load_split(
         row_bytes,
         images,
         pending=store.pending,
+        contents=make_fields(store, pool.rows).contents,
     )
 
 

@@ -10,9 +10,21 @@ import torch
 import xxhash
 from typing_extensions import override
 
-from lightning_memmap.errors import ReprAsCall, StoreError, check_integer
-from lightning_memmap.results.reading import check_keep, folders_of, read_epochs, read_latest
-from lightning_memmap.sampling.columns import Column, ColumnValues, ColumnVersion
+from lightning_memmap.errors import ReprAsCall, StoreError, check_integer, nearest
+from lightning_memmap.results.reading import (
+    check_dataset,
+    check_keep,
+    folders_of,
+    read_epochs,
+    read_latest,
+)
+from lightning_memmap.results.writer import ResultWriter
+from lightning_memmap.sampling.columns import (
+    Column,
+    ColumnValues,
+    ColumnVersion,
+    DatasetIdentity,
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,12 +92,43 @@ class Results(ReprAsCall, Column):
     def identity(self) -> dict[str, Any]:
         return {"key": self.key or getattr(self.function, "__name__", "function")}
 
+    @property
     @override
-    def read(self, num_rows: int, before: int | None = None) -> ColumnValues:
+    def remedy(self) -> str:
+        if self.key is None:
+            return "let the function return other values, or NaN for rows without one"
+        example = f"results[{self.key!r}].nan_to_num(0.0).clamp(min=0)"
+        return (
+            f"pass Results({str(self.path)!r}, function=lambda results: {example}) or another"
+            " function instead of the key"
+        )
+
+    @override
+    def check_trainer(self, trainer: Any) -> None:
+        """Check that a run writes the results that it uses; see `Column.check_trainer`."""
+        path = Path(self.path).resolve()
+        writers = [c for c in trainer.callbacks if isinstance(c, ResultWriter)]
+        written = [c for c in writers if c.path_in(trainer) == path and c.split == "train"]
+        if not written:
+            key = self.key or "loss"
+            raise ValueError(
+                f"{self!r}: this run doesn't write results of training to {self.path}: add"
+                f" RowResults({str(self.path)!r}, [{key!r}]) to the callbacks of the Trainer"
+            )
+        keys = [key for writer in written for key in writer.keys]
+        if self.key is not None and self.key not in keys:
+            raise ValueError(
+                f"{self!r}: RowResults({str(self.path)!r}, {keys}) doesn't write this key"
+                f"{nearest(self.key, keys)}: add it to the keys"
+            )
+
+    @override
+    def read(self, dataset: DatasetIdentity, before: int | None = None) -> ColumnValues:
         """Read the column; see `Column.read`."""
         limit = before
         if self.epoch is not None:
             limit = self.epoch + 1
+        check_dataset(self.path, dataset)
         folders = folders_of(self.path)
         if limit is not None and not all(limit - 1 in folder.epochs() for folder in folders):
             raise StoreError(
@@ -106,10 +149,10 @@ class Results(ReprAsCall, Column):
                 f"{self!r}: a value of shape {tuple(values.shape[1:])} for each row: pass"
                 " function=..., which returns one number for each row"
             )
-        if len(values) != num_rows:
+        if len(values) != dataset.num_rows:
             raise ValueError(
-                f"{self!r}: results of {len(values)} rows, and the dataset has {num_rows}: use"
-                " results for the same dataset, and for the same windows"
+                f"{self!r}: results of {len(values)} rows, and the dataset has {dataset.num_rows}:"
+                " use results for the same dataset, and for the same windows"
             )
         array = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
         digest = xxhash.xxh3_128(f"{array.dtype.str} {array.shape} ".encode())

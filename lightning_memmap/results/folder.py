@@ -4,6 +4,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,21 +26,21 @@ from lightning_memmap.results.parts import (
     limit_part,
     read_part,
 )
+from lightning_memmap.sampling.columns import DatasetIdentity
 from lightning_memmap.sampling.sampler import Sampler
-from lightning_memmap.schema.fields import Field, Values
+from lightning_memmap.schema.fields import Field
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.directory import is_store
 from lightning_memmap.store.files import read_plain
-from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.store import Store, open_directory
-from lightning_memmap.store.table import TableBuild, TableWriter
+from lightning_memmap.store.table import write_table
 from lightning_memmap.tables import write_atomically
 
 _RUN = "results.json"
 _PARTS = "parts"
 _EPOCH = re.compile(r"epoch-([0-9]{6,9})")
 _MAX_RUN_BYTES = 2**16
-#: Positions that are merged at once, and rows that are written at once.
+#: Positions that are merged at once.
 _CHUNK = 2**20
 
 
@@ -50,6 +51,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     version: Literal[1] = 1
     run: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
     num_rows: Annotated[int, Meta(ge=1, le=2**48)]
+    #: The contents of the dataset; see `Fields.contents`.
+    dataset: dict[str, str]
 
 
 class ResultFolder:
@@ -74,6 +77,24 @@ class ResultFolder:
             raise StoreError(
                 f"{path} cannot be read: {error}. Choose another path, or remove the folder"
             ) from error
+
+    def check_dataset(self, dataset: DatasetIdentity) -> None:
+        """Check that the results, if there are any, belong to a dataset.
+
+        Raises:
+            StoreError: They belong to another dataset of the same size.
+        """
+        run = self.run()
+        if run is None or run.num_rows != dataset.num_rows:
+            return
+        if (difference := dataset.difference(run.dataset)) is not None:
+            raise StoreError(
+                f"the results in {self.path} belong to another dataset of {run.num_rows} rows:"
+                f" {difference!r} was {run.dataset[difference]}, and is"
+                f" {dataset.contents[difference]}. Use results for this dataset. If its rows are"
+                " still those of the results, pass the values instead:"
+                f" read_row_results({str(self.path)!r})[key]"
+            )
 
     def epochs(self) -> list[int]:
         """List the committed epochs, in order."""
@@ -119,6 +140,8 @@ class ResultFolder:
                 f"{self.path} has results for a dataset of {old.num_rows} rows, and the run now"
                 f" has {run.num_rows}: choose another path"
             )
+        if old is not None and old.run == run.run:
+            self.check_dataset(DatasetIdentity(run.num_rows, run.dataset))
         if old is not None and old.run != run.run:
             if self.epochs() and not overwrite:
                 raise StoreError(
@@ -171,7 +194,7 @@ class ResultFolder:
         """Create the part of one process."""
         return PartWriter(self._parts(epoch) / name, header)
 
-    def commit(self, run: str, order: Sampler, epoch: int, keep: str = "") -> bool:
+    def commit(self, run: str, order: Sampler, epoch: int, keep: str = "", **source: str) -> bool:
         """Merge the parts of an epoch into its store, and remove them.
 
         A row that was drawn more than once has the value of its last position.
@@ -181,6 +204,7 @@ class ResultFolder:
             order: The order.
             epoch: The epoch.
             keep: Merge only parts whose names have this prefix.
+            **source: Further values of the store's source.
 
         Returns:
             Whether there was any part.
@@ -218,7 +242,12 @@ class ResultFolder:
             for column, items in zip(columns, values, strict=True):
                 # numpy assigns the last of several values of a row.
                 column[rows] = items
-        self._build(epoch, fields, columns, is_seen)
+        mask = torch.from_numpy(is_seen)
+        table = []
+        for field, column in zip(fields, columns, strict=True):
+            table += [_as_tensor(column, field), mask]
+        source |= {"run": run, "epoch": str(epoch), "seen": str(np.count_nonzero(is_seen))}
+        write_table(self.epoch_path(epoch), schema_of(fields), table, **source)
         shutil.rmtree(self._parts(epoch))
         return True
 
@@ -230,31 +259,6 @@ class ResultFolder:
                 f"{self.path}: another run has replaced or removed the results of this one: give"
                 " each run a path of its own"
             )
-
-    def _build(
-        self,
-        epoch: int,
-        fields: Sequence[Field],
-        columns: Sequence[NDArray[np.void]],
-        is_seen: NDArray[np.bool_],
-    ) -> None:
-        num_rows = len(is_seen)
-        draft = Manifest.draft(num_rows, 1, schema_of(fields))
-        path = self.epoch_path(epoch)
-        build = TableBuild(path, draft, overwrite=True)
-        try:
-            with closing(TableWriter(path, draft, build.token)) as writer:
-                for first in range(0, num_rows, _CHUNK):
-                    rows = np.arange(first, min(first + _CHUNK, num_rows))
-                    mask = torch.from_numpy(is_seen[rows])
-                    values = []
-                    for field, column in zip(fields, columns, strict=True):
-                        values.append(Values(_as_tensor(column[rows], field)))
-                        values.append(Values(mask))
-                    writer.write(rows, values)
-            build.finish(writer.num_written, epoch=str(epoch), seen=str(int(is_seen.sum())))
-        finally:
-            build.abandon()
 
     def _reopen(self, run: str, order: Sampler, epoch: int, position: int) -> None:
         """Turn the values of a committed epoch, up to a position, into a part."""
@@ -269,7 +273,7 @@ class ResultFolder:
             size=1,
             start=0,
             stop=position,
-            fields=tuple(fields),
+            fields=fields,
         )
         shutil.rmtree(self._parts(epoch) / "committed", ignore_errors=True)
         with closing(self.new_part(epoch, "committed", header)) as part:
@@ -301,15 +305,16 @@ def digest_of(order: Sampler) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(order.identity, order="sorted"))
 
 
-def schema_of(fields: Sequence[Field]) -> Schema:
+@lru_cache(maxsize=16)
+def schema_of(fields: tuple[Field, ...]) -> Schema:
     """Return the schema of the store of an epoch: a dict with a value or None for each field."""
     present = {f.name: torch.zeros(f.item_shape, dtype=f.dtype, device="cpu") for f in fields}
     return Schema.infer([present, dict.fromkeys(present)])
 
 
-def value_fields(schema: Schema) -> list[Field]:
+def value_fields(schema: Schema) -> tuple[Field, ...]:
     """Return the fields of results, without their masks."""
-    return [*schema.fields[::2]]
+    return tuple(schema.fields[::2])
 
 
 def _epoch_name(epoch: int) -> str:
@@ -346,6 +351,9 @@ def _by_chunks(
             read_part(directory, header, part_slots, start, stop)
             for (directory, header), part_slots in zip(parts, slots, strict=True)
         ]
+        if len(written) == 1:
+            yield written[0].rows, written[0].values
+            continue
         positions = np.concatenate([part.positions for part in written])
         rows = np.concatenate([part.rows for part in written])
         by_position = np.argsort(positions, kind="stable")

@@ -116,7 +116,7 @@ class RowSlots:
         """Return the position and the dataset row of each slot between two positions."""
         first = start + (self.rank - start) % self.size
         own = range(first, stop, self.size)
-        positions = np.asarray(own, np.int64)
+        positions = np.arange(own.start, own.stop, own.step)
         rows = self.order.dataset_rows(self.epoch, own) if own else positions
         if self._starts is not None and own:
             positions = np.repeat(positions, self.order.num_rows_at(self.epoch, positions))

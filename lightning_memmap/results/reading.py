@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_memmap.errors import StoreError, check_integer, nearest, nearest_file
 from lightning_memmap.results.folder import ResultFolder
+from lightning_memmap.sampling.columns import DatasetIdentity
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -36,7 +37,8 @@ def read_row_results(path: str | Path, keep: Keep = "last", container: str = "te
         such rows are NaN, other values 0. Values of a single epoch are memory-mapped, and writing
         to them changes no file. Or an Arrow table or a pandas DataFrame with the columns ``epoch``,
         ``row_number`` and the keys, epoch after epoch, in which missing values are null and
-        tensors are lists.
+        tensors are lists. In a DataFrame, integers and bools of which some are missing have a
+        nullable dtype, such as Int64.
 
     Raises:
         StoreError: There are no results, or they are damaged; or members have different fields, or
@@ -50,7 +52,7 @@ def read_row_results(path: str | Path, keep: Keep = "last", container: str = "te
     if container == "tensordict":
         return table
     arrow = _as_arrow(table)
-    return arrow if container == "arrow" else arrow.to_pandas()
+    return arrow if container == "arrow" else _as_pandas(arrow)
 
 
 def _as_arrow(table: "TensorDict") -> Any:
@@ -77,6 +79,24 @@ def _as_arrow(table: "TensorDict") -> Any:
     return pa.table(columns)
 
 
+def _as_pandas(arrow: Any) -> Any:
+    """Return a table as a DataFrame, in which missing integers and bools don't become floats."""
+    import pandas as pd  # Optional dependencies.
+    import pyarrow as pa
+
+    frame = arrow.to_pandas()
+    for name, column in zip(arrow.column_names, arrow.columns, strict=True):
+        nullable = None
+        if pa.types.is_boolean(column.type):
+            nullable = "boolean"
+        elif pa.types.is_integer(column.type):
+            nullable = str(column.type).replace("i", "I").replace("u", "U")
+        if nullable is not None and column.null_count:
+            dtype = pd.api.types.pandas_dtype(nullable)
+            frame[name] = column.to_pandas(types_mapper=lambda _, dtype=dtype: dtype)
+    return frame
+
+
 def check_keep(keep: Keep) -> Keep:
     """Check which epochs to read."""
     if keep in ("last", "all"):
@@ -93,6 +113,7 @@ def read_epochs(path: str | Path, keep: Keep, before: int | None = None) -> "Ten
 
     folders = folders_of(path)
     if _MEMBER in str(path):
+        _check_one_dataset(folders)
         if keep != "last":
             raise ValueError(
                 f"keep={keep!r} with {str(path)!r}: members may have trained for different numbers"
@@ -177,6 +198,20 @@ def read_epoch(folder: ResultFolder, epoch: int) -> "TensorDict":
         values["seen"] = table[field, "mask"]
     values["epoch"] = torch.full((len(store),), epoch)
     return TensorDict(values, batch_size=(len(store),))
+
+
+def check_dataset(path: str | Path, dataset: DatasetIdentity) -> None:
+    """Check that all results at a path belong to a dataset; see `ResultFolder.check_dataset`."""
+    for folder in folders_of(path):
+        folder.check_dataset(dataset)
+
+
+def _check_one_dataset(folders: Sequence[ResultFolder]) -> None:
+    """Check that the results of all members belong to one dataset."""
+    run = folders[0].run()
+    assert run is not None
+    for folder in folders[1:]:
+        folder.check_dataset(DatasetIdentity(run.num_rows, run.dataset))
 
 
 def _epochs(folder: ResultFolder, before: int | None) -> list[int]:

@@ -1,7 +1,10 @@
 """`RowLog`: ``self.log_rows`` for a LightningModule."""
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_memmap.errors import with_article
@@ -22,7 +25,7 @@ class RowLog:
         self._logged_rows: dict[str, Tensor] = {}
 
     def log_rows(self, name: str, values: Tensor) -> None:
-        """Log a value for each row of the batch.
+        """Log a value for each row of the batch, in a step or in the ``loss`` of a pipeline.
 
         Args:
             name: Name of the values, one of the ``keys`` of `RowResults`.
@@ -42,8 +45,8 @@ class RowLog:
 
 def logged_rows(module: nn.Module) -> dict[str, Tensor]:
     """Return what a module has logged in the present step."""
-    rows: dict[str, Tensor] = getattr(module, _LOGGED, {})
-    return rows
+    # Looking up a missing attribute of a module takes microseconds.
+    return getattr(module, _LOGGED, {}) if isinstance(module, RowLog) else {}
 
 
 def take_logged_rows(module: nn.Module) -> dict[str, Tensor]:
@@ -52,3 +55,13 @@ def take_logged_rows(module: nn.Module) -> dict[str, Tensor]:
     taken = dict(rows)
     rows.clear()
     return taken
+
+
+def log_again(
+    module: nn.Module, logged: dict[str, Tensor], parts: Sequence[dict[str, Tensor]]
+) -> None:
+    """Log what was taken before, and what the parts of a batch have logged, part after part."""
+    if isinstance(module, RowLog):
+        names = [name for name in chain(*parts[:1]) if all(name in part for part in parts)]
+        joined = {name: torch.cat([part[name] for part in parts]) for name in names}
+        module._logged_rows.update({**logged, **joined})

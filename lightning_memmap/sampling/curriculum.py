@@ -1,6 +1,6 @@
 """Orders that change at chosen epochs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -130,6 +130,11 @@ class CurriculumSampler(TableSampler):
 
     def _order(self, epoch: int) -> Sampler:
         return [sampler for start, sampler in self.stages.pairs if start <= epoch][-1]
+
+    @property
+    @override
+    def epoch_columns(self) -> Sequence[Any]:
+        return [column for _, order in self.stages.pairs for column in order.epoch_columns]
 
     @override
     def results_in(self, epoch: int) -> dict[str, Any]:

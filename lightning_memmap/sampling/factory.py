@@ -22,6 +22,10 @@ class Fields(Protocol):
     def num_rows(self) -> int:
         """Rows of the dataset."""
 
+    @property
+    def contents(self) -> Mapping[str, str]:
+        """Row counts and checksums that identify the content of the dataset, by name."""
+
     def values(self, field: str, rows: Integers | None = None) -> NDArray[Any]:
         """Return the value of a field in each row.
 

@@ -20,7 +20,7 @@ that need a table of an epoch from `TableSampler` (see table_sampler.py).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, wraps
 from typing import Any, ClassVar, TypeVar
@@ -209,6 +209,11 @@ class Sampler(ABC):
         if self.num_positions != self.pool.rows.num_rows:
             identity["num_positions"] = self.num_positions
         return identity
+
+    @property
+    def epoch_columns(self) -> Sequence[Any]:
+        """The columns that are read before each epoch; see `Column`."""
+        return ()
 
     def results_in(self, epoch: int) -> dict[str, Any]:
         """Return which results of earlier epochs an epoch depends on, as JSON values."""

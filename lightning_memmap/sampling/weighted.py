@@ -15,6 +15,7 @@ depending on the first point.
 """
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,7 +24,13 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import ReprAsCall
-from lightning_memmap.sampling.columns import Column, ColumnVersion
+from lightning_memmap.sampling.columns import (
+    Column,
+    ColumnValues,
+    ColumnVersion,
+    DatasetIdentity,
+    EpochColumn,
+)
 from lightning_memmap.sampling.factory import (
     Fields,
     SamplerFactory,
@@ -98,7 +105,10 @@ class Weighted(ReprAsCall, SamplerFactory):
         rows = pool.dataset_rows(pool.index())
         if isinstance(self.weights, Column) and self.weights.each_epoch:
             return EpochWeightedSampler(
-                pool, seed, column=self.weights, num_samples=self.num_samples
+                pool,
+                seed,
+                column=EpochColumn(self.weights, DatasetIdentity.of(fields)),
+                num_samples=self.num_samples,
             )
         weights, results = self._weights(rows, fields)
         if not weights.any():
@@ -118,9 +128,9 @@ class Weighted(ReprAsCall, SamplerFactory):
         """Return the weights of rows, scaled so that the largest is 1."""
         results = None
         if isinstance(self.weights, Column):
-            column = self.weights.read(fields.num_rows)
+            column = self.weights.read(DatasetIdentity.of(fields))
             results = column.version
-            values = column_weights(column.values[rows], column.is_given[rows])
+            values = _column_weights(self.weights, column, rows)
         elif isinstance(self.weights, str):
             values = fields.values(self.weights, rows)
             if not np.issubdtype(values.dtype, np.floating):
@@ -137,7 +147,7 @@ class Weighted(ReprAsCall, SamplerFactory):
             if all_weights.dtype.kind not in "buif":
                 raise TypeError(f"Weighted: weights of {all_weights.dtype}: pass numbers")
             values = all_weights[rows]
-        return scaled_weights(values, rows), results
+        return _scaled_weights(values, rows), results
 
 
 def _class_weights(classes: NDArray[Any]) -> NDArray[np.float64]:
@@ -147,28 +157,34 @@ def _class_weights(classes: NDArray[Any]) -> NDArray[np.float64]:
     return weights
 
 
-def column_weights(values: NDArray[Any], is_given: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Return the weights that the values of a column mean; the mean where there is no value."""
-    weights = np.ones(len(values), np.float64)
+def _column_weights(column: Column, values: ColumnValues, rows: Integers) -> NDArray[np.float64]:
+    """Return the weights of dataset rows by a column; the mean where there is no value."""
+    is_given = values.is_given[rows]
+    weights = np.ones(len(rows), np.float64)
     if is_given.any():
-        given = values[is_given]
+        given = values.values[rows[is_given]]
         given = given if given.dtype.kind == "f" else _class_weights(given)
+        _check_weights(given, rows[is_given], f" Weighted({column!r}): {column.remedy}")
         weights[is_given] = given
         weights[~is_given] = given.mean(dtype=np.float64)
     return weights
 
 
-def scaled_weights(values: NDArray[Any], rows: Integers) -> NDArray[np.float64]:
+def _scaled_weights(values: NDArray[Any], rows: Integers) -> NDArray[np.float64]:
     """Check the weights of dataset rows, and scale them so that the largest is 1."""
     weights: NDArray[np.float64] = values.astype(np.float64)
+    _check_weights(weights, rows)
+    weights /= max(weights.max(), np.finfo(np.float64).tiny)
+    return weights
+
+
+def _check_weights(weights: NDArray[Any], rows: Integers, remedy: str = "") -> None:
     wrong = np.flatnonzero(~((weights >= 0) & np.isfinite(weights)))
     if len(wrong):
         raise ValueError(
             f"Weighted: row {rows[wrong[0]]} has the weight {weights[wrong[0]]}: weights must"
-            " be finite and not negative"
+            f" be finite and not negative.{remedy}"
         )
-    weights /= max(weights.max(), np.finfo(np.float64).tiny)
-    return weights
 
 
 class _Line(NamedTuple):
@@ -294,16 +310,21 @@ class EpochWeightedSampler(DrawnSampler):
     # Rows stay in their shards, and shards keep their numbers of positions, so that rows need not
     # move between devices. A weight therefore counts relative to the sum of its shard.
 
-    column: Column
+    column: EpochColumn
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.counts[self.pool.sizes == 0] > 0).any():
             raise ValueError(
-                f"Weighted: weights={self.column!r}: {self.pool.num_rows} rows in"
+                f"Weighted: weights={self.column.column!r}: {self.pool.num_rows} rows in"
                 f" {self.num_shards} shards, some of which are empty: use fewer shards, such as"
                 f" num_shards={max(1, self.pool.num_rows // 2)}"
             )
+
+    @property
+    @override
+    def epoch_columns(self) -> Sequence[Column]:
+        return (self.column.column,)
 
     @override
     def results_in(self, epoch: int) -> dict[str, Any]:
@@ -316,9 +337,9 @@ class EpochWeightedSampler(DrawnSampler):
         rows = self.pool.dataset_rows(self.pool.index())
         if epoch == 0:
             return np.ones(len(rows)), None
-        column = self.column.read(self.pool.rows.num_dataset_rows, epoch)
-        values = column_weights(column.values[rows], column.is_given[rows])
-        return scaled_weights(values, rows), column.version
+        column = self.column.read(epoch)
+        values = _column_weights(self.column.column, column, rows)
+        return _scaled_weights(values, rows), column.version
 
     @override
     def draw(self, epoch: int, shard: int) -> Integers:

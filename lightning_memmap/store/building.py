@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from datetime import datetime, timezone
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Lock
@@ -252,14 +252,9 @@ class Building:
             if digest(row) != expected:
                 names = [field.name for field in manifest.schema.fields]
                 raise random_dataset_error(row, names)
-        source = {
-            # Keys that begin with a dot only served to match an interrupted build.
-            **{key: text for key, text in manifest.source.items() if key[0] != "."},
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "lightning_memmap": _find_own_version(),
-            # Looking up the version of an installed package takes milliseconds.
-            "torch": str(torch.__version__),
-        }
+        # Keys that begin with a dot only served to match an interrupted build.
+        source = {key: text for key, text in manifest.source.items() if key[0] != "."}
+        source |= describe_writer()
         probes = tuple((row, digest(row)) for row in choose_probe_rows(manifest.num_rows))
         with self._syncing:  # A thread that syncs files finds all of them, or none.
             StoreDirectory(self.store).commit(
@@ -284,17 +279,28 @@ class Building:
             if part is None:  # A part holds no lock. The store stays: a disk may fail after that.
                 StoreDirectory(self.store).clear()
         then = "the same call then resumes" if self._is_kept else "nothing was changed"
-        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        is_ours = isinstance(error, OSError) and error.filename == str(self.store)
-        if isinstance(error, OSError) and not is_ours and (is_full or error.filename is None):
-            raise OSError(
-                error.errno,
-                f"{error.strerror or error}: rows cannot be written. Free disk space, or raise the"
-                f" limit; {then}",
-                str(self.store),
-            ) from error
-        if isinstance(error, MemoryError):
-            raise StoreError(f"{self.store}: out of memory during its build; {then}") from error
+        raise_for_room(error, self.store, then)
+
+
+def raise_for_room(error: object, store: Path, then: str) -> None:
+    """Raise an error that names the store, if another one means that disk or memory is full.
+
+    Args:
+        error: The error, if any.
+        store: The store that was being written.
+        then: What became of it.
+    """
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    is_ours = isinstance(error, OSError) and error.filename == str(store)
+    if isinstance(error, OSError) and not is_ours and (is_full or error.filename is None):
+        raise OSError(
+            error.errno,
+            f"{error.strerror or error}: rows cannot be written. Free disk space, or raise the"
+            f" limit; {then}",
+            str(store),
+        ) from error
+    if isinstance(error, MemoryError):
+        raise StoreError(f"{store}: out of memory during its build; {then}") from error
 
 
 def _sync(path: Path) -> None:
@@ -306,7 +312,18 @@ def _sync(path: Path) -> None:
             raise
 
 
+def describe_writer() -> dict[str, str]:
+    """Return when a store is written, and by which versions, for its manifest."""
+    return {
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "lightning_memmap": _find_own_version(),
+        "torch": str(torch.__version__),
+    }
+
+
+@cache
 def _find_own_version() -> str:
+    # Looking up the version of an installed package takes milliseconds.
     try:
         return version("lightning_memmap")
     except PackageNotFoundError:  # It is run from a checkout.

@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 
 from lightning_memmap.sampling.rows import Integers
-from lightning_memmap.store.columns import Column
+from lightning_memmap.store.columns import Column, FixedColumn
 from lightning_memmap.store.files import make_unreadable_error, open_plain
 from lightning_memmap.store.workers import start_threads
 
@@ -178,6 +178,13 @@ def compute_checksums(
                         raise make_unreadable_error(path, error) from error
                 sums[column.field.name] = column_sums
     return sums
+
+
+def hash_in_memory(column: FixedColumn, data: memoryview, chunk_bytes: int) -> bytes:
+    """Hash the chunks of a column whose file is in memory."""
+    edges = _compute_edges(column.bounds[column.rows_name], chunk_bytes)
+    chunks = (data[start:stop] for start, stop in pairwise(edges.tolist()))
+    return b"".join(xxhash.xxh3_64_digest(chunk) for chunk in chunks)
 
 
 def _hash_chunks(file: int, advance: Callable[[int], None], edges: Integers) -> bytes:

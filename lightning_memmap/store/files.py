@@ -82,6 +82,13 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
         offset = offset + written
 
 
+def write_new(path: Path, data: memoryview) -> None:
+    """Write a file that isn't there yet, and sync it to the disk."""
+    with open(path, "xb", buffering=0) as file:
+        write_all(file.fileno(), data, 0)
+        os.fsync(file.fileno())
+
+
 def read_exactly(descriptor: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
     """Read bytes of a file without mapping it: in a mapping, a disk error would end the process."""
     data = np.empty(num_bytes, np.uint8)

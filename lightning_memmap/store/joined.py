@@ -92,6 +92,13 @@ class JoinedStore(Store):
         }
         super().__init__(path, JoinedManifest(**{**asdict(first), **more}), columns)
 
+    @property
+    @override
+    def contents(self) -> dict[str, str]:
+        pairs = zip(self._names, self.parts, strict=True)
+        named = ((name, part.contents.items()) for name, part in pairs)
+        return {f"{key} of {name}": text for name, items in named for key, text in items}
+
     @override
     def rows(self, subset: Integers | None = None) -> JoinedRows:
         assert subset is None, "rows are chosen from each store by itself"

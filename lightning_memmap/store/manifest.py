@@ -148,7 +148,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Bytes of one row over all fields, on average and rounded up."""
         return -(-self.num_bytes // self.num_rows)
 
-    @property
+    @cached_property
     def content(self) -> str:
         """The contents of the store in one line."""
         named = {name: getattr(self, name) for name in ("structure", "checksums")}

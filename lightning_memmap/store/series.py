@@ -106,6 +106,12 @@ class _WindowFields:
     def num_rows(self) -> int:
         return (self._windows.all_windows or self._windows).num_rows
 
+    @property
+    def contents(self) -> dict[str, str]:
+        windows = self._windows
+        cut = f"{', '.join(windows.fields)} by {windows.length}, stride {windows.stride}"
+        return {**self._series.contents, "windows": cut}
+
     def values(self, field: str, rows: Integers | None = None) -> NDArray[Any]:
         series = self._all_series if rows is None else self._all_series[rows]
         distinct_series, windows = np.unique(series, return_inverse=True)

@@ -11,8 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -169,6 +171,17 @@ class Store:
     def schema(self) -> Schema:
         """The fields and the nesting of a sample."""
         return self.manifest.schema
+
+    @property
+    def contents(self) -> dict[str, str]:
+        """Row counts and checksums that identify the contents, by name."""
+        manifest = self.manifest
+        probes = xxhash.xxh3_64_hexdigest(msgspec.json.encode(manifest.probes))
+        contents = {"rows": str(manifest.num_rows), "probe rows": probes}
+        if self.pending is None:
+            # Checksums of equal rows differ between numbers of shards.
+            contents[f"in {manifest.num_shards} shards"] = manifest.content
+        return contents
 
     @property
     def classes(self) -> tuple[str, ...]:

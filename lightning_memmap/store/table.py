@@ -4,6 +4,8 @@ One process makes the files (`TableBuild`). Each process writes its rows (`Table
 them in the journal, and the first process finishes the table. Each row was written exactly once if
 all are marked, and the processes have written as many rows as the table has. If a process ends
 before that, the table is missing, or still the old one.
+
+A table whose rows one process has in memory is written at once, by `write_table`.
 """
 
 from collections.abc import Sequence
@@ -11,15 +13,25 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.sampling.rows import Integers, Shards
 from lightning_memmap.schema.fields import Values
-from lightning_memmap.store.building import Building, RowWriter
+from lightning_memmap.schema.schema import Schema
+from lightning_memmap.store.building import (
+    Building,
+    RowWriter,
+    describe_writer,
+    raise_for_room,
+)
+from lightning_memmap.store.checksums import choose_chunk_bytes, hash_in_memory
+from lightning_memmap.store.columns import FixedColumn
 from lightning_memmap.store.directory import JOURNAL, StoreDirectory, check_free, is_store
-from lightning_memmap.store.files import write_rows
+from lightning_memmap.store.files import leaf_bytes, write_new, write_rows
 from lightning_memmap.store.journal import WRITTEN
 from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.samples import choose_probe_rows, hash_row
 from lightning_memmap.store.store import Store, open_directory
 
 
@@ -28,6 +40,49 @@ def check_table_path(path: Path, *, overwrite: bool) -> None:
     check_free(path, "path")
     if is_store(path) and not overwrite:
         raise StoreError(f"{path} exists: choose another path, or replace it with overwrite=True")
+
+
+def write_table(path: Path, schema: Schema, columns: Sequence[Tensor], **source: str) -> None:
+    """Write a table of one shard from memory, in place of an old one.
+
+    Args:
+        path: Directory of the table.
+        schema: Its fields, whose rows have one shape.
+        columns: The rows of each field, of shape (N, *field shape), on the CPU.
+        source: Further values of the manifest's source.
+    """
+    num_rows = len(columns[0])
+    fixed = [FixedColumn(field, Shards(num_rows, 1)) for field in schema.fields]
+    chunk_bytes = choose_chunk_bytes(fixed)
+    directory = StoreDirectory(path)
+    with directory.locked(wait=False):
+        check_table_path(path, overwrite=True)
+        files = directory.begin()
+        try:
+            checksums = {}
+            for column, rows in zip(fixed, columns, strict=True):
+                data = leaf_bytes(rows).data
+                for name in column.file_bytes:
+                    write_new(files / name, data)
+                checksums[column.field.name] = hash_in_memory(column, data, chunk_bytes)
+            probes = tuple(
+                (row, hash_row([rows[row] for rows in columns]))
+                for row in choose_probe_rows(num_rows)
+            )
+            manifest = Manifest(
+                generation=files.name,
+                num_rows=num_rows,
+                num_shards=1,
+                probes=probes,
+                checksums=checksums,
+                source={**source, **describe_writer()},
+                structure=schema.structure,
+            )
+            directory.commit(manifest)
+        except BaseException as error:
+            directory.clear()
+            raise_for_room(error, path, "nothing was changed")
+            raise
 
 
 class TableBuild:

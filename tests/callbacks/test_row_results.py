@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -14,15 +14,10 @@ from lightning_memmap import MemmapDataModule, open_store, verify_store
 from lightning_memmap.callbacks import RowResults
 from lightning_memmap.errors import SchemaError, StoreError
 from lightning_memmap.results import read_row_results
+from tests.support.fits import NUM_ROWS, EndError, fit
 from tests.support.models import Points, Regression, make_trainer
-from tests.support.versions import weights_only
 
-NUM_ROWS = 61
 KEYS = ["row_loss", "row", "step"]
-
-
-class EndError(Exception):
-    """Ends a training."""
 
 
 class PerRow(Regression):
@@ -69,42 +64,6 @@ class Returning(Regression):
         return self.function(batch, batch_idx)
 
 
-def data(path: Path, batch_size: int = 4, **options: Any) -> MemmapDataModule:
-    """A data module whose epoch has 15 steps of one device."""
-    return MemmapDataModule(
-        Points(NUM_ROWS), store_dir=path / "stores", batch_size=batch_size, num_shards=4, **options
-    )
-
-
-def fit(
-    path: Path,
-    module: Any,
-    results: RowResults,
-    *,
-    checkpoint: Path | None = None,
-    saves_on_exception: bool = False,
-    max_epochs: int = 3,
-    devices: int = 1,
-    **options: Any,
-) -> None:
-    """Train, and save a checkpoint every five steps and at the end of each epoch."""
-    savers: list[Any] = [
-        ModelCheckpoint(path, "{step}", save_top_k=-1, every_n_train_steps=5),
-        ModelCheckpoint(path, "end-{epoch}", save_top_k=-1, every_n_epochs=1),
-        *([OnExceptionCheckpoint(path, "stopped")] if saves_on_exception else []),
-    ]
-    trainer = make_trainer(
-        path,
-        strategy="memmap_superbatch",
-        devices=devices,
-        max_epochs=max_epochs,
-        enable_checkpointing=True,
-        callbacks=[results, *savers],
-    )
-    loaders = data(path, batch_size=4 // devices, **options)
-    trainer.fit(module, loaders, ckpt_path=checkpoint, **weights_only(checkpoint is not None))
-
-
 def uninterrupted(path: Path) -> Any:
     fit(path, PerRow(), RowResults(path / "results", KEYS))
     return read_row_results(path / "results", "all")
@@ -137,9 +96,11 @@ def test_resumed_run_has_the_results_of_one_that_never_ended(
 ) -> None:
     expected = uninterrupted(tmp_path / "whole")
     path = tmp_path / "ended"
-    results = RowResults(path / "results", KEYS)
+    callbacks: list[Any] = [RowResults(path / "results", KEYS)]
+    if checkpoint == "stopped":
+        callbacks.append(OnExceptionCheckpoint(path, "stopped"))
     with pytest.raises(EndError):
-        fit(path, PerRow(fails), results, saves_on_exception=checkpoint == "stopped")
+        fit(path, PerRow(fails), *callbacks)
     committed = fails // 15
     assert sorted(p.name for p in (path / "results").glob("epoch-*")) == [
         f"epoch-{epoch:06d}" for epoch in range(committed)
@@ -370,6 +331,22 @@ def test_loader_with_unknown_rows_is_an_error(tmp_path: Path) -> None:
 def test_wrong_arguments_are_errors(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises((TypeError, ValueError), match=match):
         RowResults("results", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("keys", "split"), [(["row"], "train"), (["row_loss"], "val")], ids=["keys", "split"]
+)
+def test_two_callbacks_with_one_path_are_an_error_before_the_first_step(
+    tmp_path: Path, keys: list[str], split: str
+) -> None:
+    module = PerRow()
+    callbacks = [
+        RowResults(tmp_path / "r", ["row_loss"]),
+        RowResults(tmp_path / "s" / ".." / "r", keys, split=split),
+    ]
+    with pytest.raises(ValueError, match="two callbacks"):
+        fit(tmp_path, module, *callbacks)
+    assert not (tmp_path / "r").exists()
 
 
 def test_damaged_and_foreign_results_are_errors(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from lightning_memmap.callbacks import RowResults
 from lightning_memmap.errors import StoreError
 from lightning_memmap.results import Results, read_row_results
 from lightning_memmap.sampling import KFold, Subset
+from lightning_memmap.sampling.columns import DatasetIdentity
 from tests.support.models import Points, Regression, make_trainer
 from tests.support.preloaded import run
 
@@ -66,7 +67,10 @@ def test_each_row_has_the_prediction_of_the_member_that_held_it_out(tmp_path: Pa
         expected = module(points.x[rows]) + fold
         torch.testing.assert_close(table["prediction"][rows], expected.detach())
     column = Results(tmp_path / "fold_{member}", function=lambda joined: joined["prediction"][:, 0])
-    assert torch.equal(torch.from_numpy(column.read(NUM_ROWS).values), table["prediction"][:, 0])
+    assert torch.equal(
+        torch.from_numpy(column.read(DatasetIdentity(NUM_ROWS, {})).values),
+        table["prediction"][:, 0],
+    )
 
 
 def test_rows_of_several_members_have_the_mean(tmp_path: Path) -> None:
@@ -110,6 +114,19 @@ def test_row_that_no_member_held_out_is_masked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="member"):
         Results(tmp_path / "fold_{member}", "prediction", each_epoch=True)
     assert Subset(field=Results(tmp_path / "fold_{member}", "row"), values=[1])
+
+
+def test_members_of_different_datasets_are_an_error(tmp_path: Path) -> None:
+    fit_member(tmp_path, 0, 0)
+    results = tmp_path / "fold_1"
+    make_trainer(tmp_path, callbacks=[RowResults(results, ["row"], split="val")]).validate(
+        HeldOut(),
+        MemmapDataModule(None, Points(NUM_ROWS, offset=1), store_dir=tmp_path / "other"),
+        verbose=False,
+    )
+    assert read_row_results(results)["row"].tolist() == [*range(1, NUM_ROWS + 1)]
+    with pytest.raises(StoreError, match="another dataset"):
+        read_row_results(tmp_path / "fold_{member}")
 
 
 PROGRAM = """

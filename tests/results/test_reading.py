@@ -14,7 +14,7 @@ from lightning_memmap.callbacks import RowResults
 from lightning_memmap.results import read_row_results
 from lightning_memmap.sampling import Subset
 from tests.support.command_line import CommandLine
-from tests.support.models import Points, Regression, make_trainer
+from tests.support.models import Points, Regression, make_trainer, set_up
 
 NUM_ROWS = 61
 SEEN = [*range(0, NUM_ROWS, 2)]
@@ -28,6 +28,7 @@ class PerRow(Regression):
             "loss": self(batch["x"]).mean(),
             "value": (row * 7 % 61).float() / 2 + self.current_epoch,
             "flag": row % 4 == 0,
+            "number": row.to(torch.uint8),
             "half": row.bfloat16(),
             "matrix": matrix,
         }
@@ -40,7 +41,7 @@ def results(tmp_path: Path) -> Path:
     make_trainer(
         tmp_path,
         max_epochs=2,
-        callbacks=[RowResults(path, ["value", "flag", "half", "matrix"])],
+        callbacks=[RowResults(path, ["value", "flag", "number", "half", "matrix"])],
     ).fit(
         PerRow(),
         MemmapDataModule(
@@ -65,6 +66,10 @@ def test_tables_have_a_line_for_each_epoch_and_row(results: Path) -> None:
         assert line["matrix"] == (expected if is_seen else None)
     frame = read_row_results(results, container="pandas")
     assert frame["value"].isna().sum() == 30
+    assert (frame["flag"].dtype, frame["number"].dtype) == ("boolean", "UInt8")
+    assert frame["number"].tolist()[::2] == SEEN
+    assert frame["number"].isna().sum() == 30
+    assert frame["row_number"].dtype == "int64"
     assert frame.groupby("epoch").size().to_dict() == {1: NUM_ROWS}
     with pytest.raises(ValueError, match="container"):
         read_row_results(results, container="polars")
@@ -96,6 +101,14 @@ def test_command_lists_rows_by_their_results(
     config.write_text(yaml.safe_dump({"data": data}))
     page = tmp_path / "hardest.html"
     command("--sort", "value", "--count", 3, "--config", config, "--show", page)
+    other = tmp_path / "other"
+    set_up(MemmapDataModule(Points(NUM_ROWS, 1), store_dir=other), "fit")
+    data["init_args"]["store_dir"] = str(other)
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(yaml.safe_dump({"data": data}))
+    options = ("--sort", "value", "--config", wrong, "--show", tmp_path / "wrong.html")
+    assert program(*options) == 2
+    assert "another dataset" in program.err
     text = page.read_text()
     assert all(f"row {row}, value" in text for row in expected[:3])
 

@@ -4,11 +4,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
@@ -16,15 +14,10 @@ from lightning_memmap.callbacks import RowResults
 from lightning_memmap.errors import StoreError
 from lightning_memmap.results import Results, read_row_results
 from lightning_memmap.sampling import Bucketed, Curriculum, KFold, Subset, Weighted
-from tests.support.models import Points, Regression, make_trainer
+from lightning_memmap.sampling.columns import DatasetIdentity
+from tests.support.fits import NUM_ROWS, NUM_SHARDS, EndError, fit
+from tests.support.models import Points, Regression, make_trainer, set_up
 from tests.support.versions import weights_only
-
-NUM_ROWS = 61
-NUM_SHARDS = 4
-
-
-class EndError(Exception):
-    """Ends a training."""
 
 
 class PerRow(Regression):
@@ -55,39 +48,6 @@ def weight_of(row: Tensor, epoch: int) -> Tensor:
     return ((row + epoch) % 3 > 0) * (1.0 + row % 5)
 
 
-def fit(
-    path: Path,
-    module: L.LightningModule,
-    *,
-    devices: int = 1,
-    checkpoint: Path | None = None,
-    max_epochs: int = 3,
-    callbacks: Any = (),
-    **options: Any,
-) -> MemmapDataModule:
-    savers = [
-        ModelCheckpoint(path, "{step}", save_top_k=-1, every_n_train_steps=5),
-        ModelCheckpoint(path, "end-{epoch}", save_top_k=-1, every_n_epochs=1),
-    ]
-    trainer = make_trainer(
-        path,
-        strategy="memmap_superbatch",
-        devices=devices,
-        max_epochs=max_epochs,
-        enable_checkpointing=True,
-        callbacks=[*callbacks, *savers],
-    )
-    data = MemmapDataModule(
-        Points(NUM_ROWS),
-        store_dir=path / "stores",
-        batch_size=4 // devices,
-        num_shards=NUM_SHARDS,
-        **options,
-    )
-    trainer.fit(module, data, ckpt_path=checkpoint, **weights_only(checkpoint is not None))
-    return data
-
-
 def fit_from_own_results(
     path: Path, module: PerRow, *, key: str = "weight", **options: Any
 ) -> None:
@@ -95,7 +55,7 @@ def fit_from_own_results(
     fit(
         path,
         module,
-        callbacks=[RowResults(results, ["row_loss", "weight"])],
+        RowResults(results, ["row_loss", "weight"]),
         sampler=Weighted(Results(results, key, each_epoch=True)),
         **options,
     )
@@ -107,8 +67,8 @@ def finished(path: Path) -> Path:
     fit(
         path / "earlier",
         PerRow(),
+        RowResults(results, ["row_loss", "weight", "kind"]),
         max_epochs=2,
-        callbacks=[RowResults(results, ["row_loss", "weight", "kind"])],
     )
     return results
 
@@ -215,14 +175,81 @@ def test_resume_with_other_results_is_an_error(tmp_path: Path) -> None:
         fit_from_own_results(tmp_path, PerRow(), key="row_loss", checkpoint=checkpoint)
 
 
-def test_run_without_the_callback_is_an_error_that_names_it(tmp_path: Path) -> None:
-    results = tmp_path / "none"
-    with pytest.raises(StoreError, match="RowResults"):
-        fit(
-            tmp_path,
-            PerRow(),
-            sampler=Weighted(Results(results, "row_loss", each_epoch=True)),
-        )
+@pytest.mark.parametrize(
+    ("path", "keys", "split", "match"),
+    [
+        (None, [], "", "RowResults"),
+        ("others", ["weight"], "train", "RowResults"),
+        ("results", ["weight"], "val", "RowResults"),
+        ("results", ["row_loss"], "train", "weight"),
+    ],
+)
+@pytest.mark.parametrize("later", [0, 2])
+def test_run_that_does_not_write_its_results_fails_before_its_first_step(
+    tmp_path: Path, path: str | None, keys: list[str], split: str, match: str, later: int
+) -> None:
+    callbacks = [] if path is None else [RowResults(tmp_path / path, keys, split=split)]
+    sampler: Any = Weighted(Results(tmp_path / "results", "weight", each_epoch=True))
+    if later:
+        sampler = Curriculum({0: None, later: sampler})
+    module = PerRow()
+    with pytest.raises(ValueError, match=match):
+        fit(tmp_path, module, *callbacks, sampler=sampler)
+    assert not module.rows
+
+
+@pytest.mark.parametrize("each_epoch", [False, True])
+def test_nan_under_a_key_is_an_error_that_names_a_way_out(tmp_path: Path, each_epoch: bool) -> None:
+    class Diverging(PerRow):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+            output = super().training_step(batch, batch_idx)
+            output["weight"][batch["row"] == 7] = torch.nan
+            return output
+
+    path = tmp_path / "results"
+    column = Results(path, "weight", each_epoch=each_epoch)
+    if not each_epoch:
+        fit(tmp_path, Diverging(), RowResults(path, ["weight"]), max_epochs=1)
+    writers = [RowResults(path, ["weight"])] if each_epoch else []
+    with pytest.raises(ValueError, match="row 7") as raised:
+        fit(tmp_path / "later", Diverging(), *writers, sampler=Weighted(column))
+    code = str(raised.value).partition("pass ")[2].partition(" or another")[0]
+    mended = eval(code, {"Results": Results})
+    assert set(rows_of(tmp_path / "mended", sampler=Weighted(mended))) < {*range(NUM_ROWS)} - {7}
+
+
+def test_results_of_another_dataset_of_the_same_size_are_an_error(tmp_path: Path) -> None:
+    results = finished(tmp_path)
+    column = Results(results, "weight")
+    for offset, num_shards in ((0, NUM_SHARDS), (0, 3), (1, NUM_SHARDS), (1, 3)):
+        for options in (
+            {"sampler": Weighted(column)},
+            {"subset": Subset(field=column, values=[1])},
+        ):
+            data = MemmapDataModule(
+                Points(NUM_ROWS, offset),
+                store_dir=tmp_path / f"{offset} {num_shards}",
+                num_shards=num_shards,
+                **options,
+            )
+            if offset:
+                with pytest.raises(StoreError, match="another dataset"):
+                    set_up(data, "fit")
+            else:
+                set_up(data, "fit")
+
+
+def test_resume_into_the_results_of_another_dataset_is_an_error(tmp_path: Path) -> None:
+    callback = RowResults(tmp_path / "results", ["weight"])
+    with pytest.raises(EndError):
+        fit(tmp_path, PerRow(22), callback)
+    trainer = make_trainer(tmp_path, max_epochs=3, callbacks=[callback])
+    data = MemmapDataModule(
+        Points(NUM_ROWS, 1), store_dir=tmp_path / "other", batch_size=4, num_shards=NUM_SHARDS
+    )
+    checkpoint = tmp_path / "end-epoch=0.ckpt"
+    with pytest.raises(StoreError, match="another dataset"):
+        trainer.fit(PerRow(), data, ckpt_path=checkpoint, **weights_only(True))
 
 
 def test_curriculum_switches_to_the_results_of_its_own_run(tmp_path: Path) -> None:
@@ -231,7 +258,7 @@ def test_curriculum_switches_to_the_results_of_its_own_run(tmp_path: Path) -> No
     fit(
         tmp_path,
         module,
-        callbacks=[RowResults(results, ["weight"])],
+        RowResults(results, ["weight"]),
         sampler=Curriculum({0: None, 2: Weighted(Results(results, "weight", each_epoch=True))}),
     )
     assert sorted(module.rows[1]) == [*range(NUM_ROWS)]
@@ -278,9 +305,9 @@ def test_rows_without_a_value_have_the_mean_weight_and_are_not_selected(tmp_path
     fit(
         tmp_path / "earlier",
         PerRow(),
+        RowResults(results, ["weight", "kind"]),
         max_epochs=1,
         subset=Subset(seen),
-        callbacks=[RowResults(results, ["weight", "kind"])],
     )
     weights = weight_of(torch.arange(NUM_ROWS), 0).double()
     weights[1::2] = weights[seen].mean()
@@ -302,10 +329,10 @@ def test_rows_keep_the_latest_of_several_epochs(tmp_path: Path) -> None:
     fit(
         tmp_path,
         module,
-        callbacks=[RowResults(results, ["weight"])],
+        RowResults(results, ["weight"]),
         sampler=Weighted(weights),
     )
-    column = Results(results, "weight").read(NUM_ROWS)
+    column = Results(results, "weight").read(DatasetIdentity(NUM_ROWS, {}))
     last = {row: epoch for epoch in sorted(module.rows) for row in module.rows[epoch]}
     assert column.is_given.nonzero()[0].tolist() == sorted(last)
     assert len({*last.values()}) > 1

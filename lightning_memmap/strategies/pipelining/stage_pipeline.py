@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_memmap.results.row_log import log_again, take_logged_rows
 from lightning_memmap.strategies.common.split_rows import (
     even_ranges,
     fractions_of,
@@ -111,6 +112,9 @@ class StagePipeline:
         schedule, length = self._schedule_for(args, num_rows)
         row_ranges = even_ranges(num_rows, self.num_microbatches)
         losses: list[Tensor] = []
+        logged = take_logged_rows(self.module)
+        #: What the loss of each micro-batch has logged for its rows, by its number.
+        logged_parts: dict[int, dict[str, Tensor]] = {}
         if self._has_last:
             parts = split_rows(batch, row_ranges, [self.device] * len(row_ranges))
             fractions = fractions_of(_items_of_parts(items_by_row, row_ranges, num_rows))
@@ -118,7 +122,10 @@ class StagePipeline:
             def weighted(index: int, output: Any) -> Tensor:
                 rows = len(row_ranges[index])
                 unpadded = apply_to_collection(output, Tensor, lambda leaf: leaf[: max(1, rows)])
-                return scale_loss(loss(unpadded, parts[index]), fractions[index])
+                mean = loss(unpadded, parts[index])
+                new = take_logged_rows(self.module)
+                logged_parts[index] = {name: values[:rows] for name, values in new.items()}
+                return scale_loss(mean, fractions[index])
 
             self._loss = weighted
         # It imports torch's pipelines.
@@ -135,6 +142,7 @@ class StagePipeline:
                 )
         finally:
             self._loss = None
+        log_again(self.module, logged, [logged_parts[index] for index in sorted(logged_parts)])
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         total = sum((part.detach() for part in losses), zero)
         dist.broadcast(total, self._last, group=self.group)

@@ -144,15 +144,36 @@ class TimedRows(Timed):
 
 
 class EverySecondEpoch(RowResults):
-    """Stores the results of even epochs, and does nothing in odd ones."""
+    """Stores the results of even epochs, and does nothing in odd ones.
+
+    It notes the seconds that it spends in the steps and in the commit of each epoch.
+    """
+
+    def __init__(self, path: Path, keys: list[str], now: Callable[[], float]) -> None:
+        super().__init__(path, keys)
+        self.now = now
+        self.steps_s: list[float] = []
+        self.commits_s: list[float] = []
+
+    def on_train_epoch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        self.steps_s.append(0.0)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        start = self.now()
+        super().on_train_batch_start(*args)
+        self.steps_s[-1] += self.now() - start
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.current_epoch % 2 == 0:
+            start = self.now()
             super().on_train_batch_end(trainer, *args)
+            self.steps_s[-1] += self.now() - start
 
     def on_train_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.current_epoch % 2 == 0:
+            start = self.now()
             super().on_train_epoch_end(trainer, *args)
+            self.commits_s.append(self.now() - start)
 
 
 def row_results(args: argparse.Namespace, directory: Path) -> None:
@@ -161,6 +182,7 @@ def row_results(args: argparse.Namespace, directory: Path) -> None:
     rows = TensorDataset(images, torch.arange(50_000) % 10)
     data = MemmapDataModule(rows, store_dir=directory / "stores", batch_size=512)
     module = TimedRows(nn.Linear(3072, 10), CLOCKS[args.clock])
+    callback = EverySecondEpoch(directory / "results", ["row_loss"], CLOCKS[args.clock])
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
@@ -170,12 +192,16 @@ def row_results(args: argparse.Namespace, directory: Path) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[EverySecondEpoch(directory / "results", ["row_loss"])],
+        callbacks=[callback],
     )
     trainer.fit(module, data)
     seconds = {"without": module.epochs_s[3::2], "RowResults": module.epochs_s[2::2]}
     print("linear model, 98 steps of 512 rows of case A")
     report(seconds, "without", 98)
+    for name, values in (("steps", callback.steps_s[2::2]), ("commit", callback.commits_s[1:])):
+        ratios = [value / epoch for value, epoch in zip(values, seconds["without"], strict=True)]
+        values_ms = [1e3 * value for value in values]
+        print(f"{name:>44} {spread(values_ms, '{:,.2f}'):>32} ms/epoch, {spread(ratios, '{:.4f}')}")
 
 
 def main() -> None:

@@ -3,6 +3,8 @@ found."""
 
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -234,3 +236,11 @@ def test_trainings_that_end_early_go_on_as_one(tmp_path: Path) -> None:
     from tests.programs.reliability import resumes
 
     assert [fault for number in range(12) for fault in resumes.run_case(tmp_path, number)] == []
+
+
+@pytest.mark.slow
+def test_results_of_killed_trainings_are_those_of_one_that_nobody_killed() -> None:
+    command = [sys.executable, "-m", "tests.programs.reliability.results", "--kills", "6"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("| results per row") == 3
