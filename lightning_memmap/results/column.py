@@ -97,29 +97,34 @@ class Results(ReprAsCall, Column):
     def remedy(self) -> str:
         if self.key is None:
             return "let the function return other values, or NaN for rows without one"
-        example = f"results[{self.key!r}].nan_to_num(0.0).clamp(min=0)"
+        which = ", each_epoch=True" if self.each_epoch else ""
+        which = which if self.epoch is None else f", epoch={self.epoch}"
         return (
-            f"pass Results({str(self.path)!r}, function=lambda results: {example}) or another"
-            " function instead of the key"
+            f"pass Results({str(self.path)!r}, function=lambda results:"
+            f" results[{self.key!r}].clamp(0, 100){which}) or another function instead of the key."
+            " NaN from a function means that the row has no value"
         )
 
     @override
     def check_trainer(self, trainer: Any) -> None:
         """Check that a run writes the results that it uses; see `Column.check_trainer`."""
         path = Path(self.path).resolve()
-        writers = [c for c in trainer.callbacks if isinstance(c, ResultWriter)]
-        written = [c for c in writers if c.path_in(trainer) == path and c.split == "train"]
-        if not written:
+        writers = (
+            callback
+            for callback in trainer.callbacks
+            if isinstance(callback, ResultWriter) and callback.split == "train"
+        )
+        writer = next((each for each in writers if each.path_in(trainer) == path), None)
+        if writer is None:
             key = self.key or "loss"
             raise ValueError(
                 f"{self!r}: this run doesn't write results of training to {self.path}: add"
                 f" RowResults({str(self.path)!r}, [{key!r}]) to the callbacks of the Trainer"
             )
-        keys = [key for writer in written for key in writer.keys]
-        if self.key is not None and self.key not in keys:
+        if self.key is not None and self.key not in writer.keys:
             raise ValueError(
-                f"{self!r}: RowResults({str(self.path)!r}, {keys}) doesn't write this key"
-                f"{nearest(self.key, keys)}: add it to the keys"
+                f"{self!r}: RowResults({str(self.path)!r}, {[*writer.keys]}) doesn't write this"
+                f" key{nearest(self.key, writer.keys)}: add it to the keys"
             )
 
     @override

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.results.parts import (
+    HEADER,
     PartHeader,
     PartWriter,
     RowSlots,
@@ -25,6 +26,7 @@ from lightning_memmap.results.parts import (
     item_type,
     limit_part,
     read_part,
+    remove_part,
 )
 from lightning_memmap.sampling.columns import DatasetIdentity
 from lightning_memmap.sampling.sampler import Sampler
@@ -130,19 +132,21 @@ class ResultFolder:
         Raises:
             StoreError: It belongs to another run, and ``overwrite`` is not set.
         """
+        for partial in self.path.glob(f".{_RUN}.*"):  # Of a process that was killed.
+            partial.unlink(missing_ok=True)
         old = self.run()
         if self.path.exists() and not self.path.is_dir():
             raise StoreError(f"{self.path} is a file: choose another path")
         if old is None and self.path.is_dir() and any(self.path.iterdir()):
             raise StoreError(f"{self.path} exists and has no results: choose another path")
-        if old is not None and old.run == run.run and old.num_rows != run.num_rows:
-            raise StoreError(
-                f"{self.path} has results for a dataset of {old.num_rows} rows, and the run now"
-                f" has {run.num_rows}: choose another path"
-            )
         if old is not None and old.run == run.run:
+            if old.num_rows != run.num_rows:
+                raise StoreError(
+                    f"{self.path} has results for a dataset of {old.num_rows} rows, and the run now"
+                    f" has {run.num_rows}: choose another path"
+                )
             self.check_dataset(DatasetIdentity(run.num_rows, run.dataset))
-        if old is not None and old.run != run.run:
+        elif old is not None:
             if self.epochs() and not overwrite:
                 raise StoreError(
                     f"{self.path} has the results of another run: choose another path, or replace"
@@ -170,7 +174,7 @@ class ResultFolder:
         self._check_owner(run)
         for later in self.epochs():
             if later == epoch and position:
-                self._reopen(run, order, epoch, position)
+                self._reopen(run, order, epoch, position, keep)
             if later >= epoch:
                 self._remove_epoch(later)
         self.finish(run, order, epoch)
@@ -178,7 +182,7 @@ class ResultFolder:
             if parts_epoch > epoch:
                 shutil.rmtree(directory)
             else:
-                for part in _subdirectories(directory):
+                for part in _list_parts(directory):
                     if not part.name.startswith(keep):
                         limit_part(part, position)
 
@@ -216,7 +220,7 @@ class ResultFolder:
         self._check_owner(run)
         digest = digest_of(order)
         parts = []
-        for directory in _subdirectories(self._parts(epoch)):
+        for directory in _list_parts(self._parts(epoch)):
             if directory.name.startswith(keep):
                 header = PartHeader.read(directory)
                 # Another order would assign the values to other rows.
@@ -260,8 +264,12 @@ class ResultFolder:
                 " each run a path of its own"
             )
 
-    def _reopen(self, run: str, order: Sampler, epoch: int, position: int) -> None:
+    def _reopen(self, run: str, order: Sampler, epoch: int, position: int, keep: str) -> None:
         """Turn the values of a committed epoch, up to a position, into a part."""
+        # Parts that have been merged, or are copied again after a kill.
+        for part in _subdirectories(self._parts(epoch)):
+            if not part.name.startswith(keep):
+                remove_part(part)
         store = self.open_epoch(epoch)
         fields = value_fields(store.schema)
         _, rows = RowSlots(order, epoch, 0, 1).rows(0, position)
@@ -275,7 +283,6 @@ class ResultFolder:
             stop=position,
             fields=fields,
         )
-        shutil.rmtree(self._parts(epoch) / "committed", ignore_errors=True)
         with closing(self.new_part(epoch, "committed", header)) as part:
             data = store.read(rows)
             is_seen = data[1].data.numpy()
@@ -325,6 +332,11 @@ def _subdirectories(path: Path) -> list[Path]:
     if not path.is_dir():
         return []
     return sorted(child for child in path.iterdir() if child.is_dir() and not child.is_symlink())
+
+
+def _list_parts(path: Path) -> list[Path]:
+    """List the parts of an epoch. A process that is killed may leave one without a header."""
+    return [child for child in _subdirectories(path) if (child / HEADER).exists()]
 
 
 def _empty_column(field: Field, num_rows: int) -> NDArray[np.void]:

@@ -206,10 +206,16 @@ def _read_items(
     return np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype)
 
 
+def remove_part(directory: Path) -> None:
+    """Remove a part, its header first: without one, a directory is not a part."""
+    (directory / HEADER).unlink(missing_ok=True)
+    shutil.rmtree(directory)
+
+
 def limit_part(directory: Path, position: int) -> None:
     """Keep the values of a part at positions before this one only."""
     header = PartHeader.read(directory)
     if header.start >= position:
-        shutil.rmtree(directory)
+        remove_part(directory)
     elif header.stop > position:
         msgspec.structs.replace(header, stop=position).write(directory)

@@ -198,24 +198,39 @@ def test_run_that_does_not_write_its_results_fails_before_its_first_step(
     assert not module.rows
 
 
-@pytest.mark.parametrize("each_epoch", [False, True])
-def test_nan_under_a_key_is_an_error_that_names_a_way_out(tmp_path: Path, each_epoch: bool) -> None:
-    class Diverging(PerRow):
-        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-            output = super().training_step(batch, batch_idx)
-            output["weight"][batch["row"] == 7] = torch.nan
-            return output
+class Diverging(PerRow):
+    """Returns NaN as the weight of row 7."""
 
-    path = tmp_path / "results"
-    column = Results(path, "weight", each_epoch=each_epoch)
-    if not each_epoch:
-        fit(tmp_path, Diverging(), RowResults(path, ["weight"]), max_epochs=1)
-    writers = [RowResults(path, ["weight"])] if each_epoch else []
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        output["weight"][batch["row"] == 7] = torch.nan
+        return output
+
+
+def test_nan_under_a_key_is_an_error_that_names_a_function(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    fit(tmp_path, Diverging(), RowResults(results, ["weight"]), max_epochs=1)
+    path = tmp_path / "later"
     with pytest.raises(ValueError, match="row 7") as raised:
-        fit(tmp_path / "later", Diverging(), *writers, sampler=Weighted(column))
+        fit(path, PerRow(), sampler=Weighted(Results(results, "weight")))
     code = str(raised.value).partition("pass ")[2].partition(" or another")[0]
-    mended = eval(code, {"Results": Results})
-    assert set(rows_of(tmp_path / "mended", sampler=Weighted(mended))) < {*range(NUM_ROWS)} - {7}
+    column = eval(code, {"Results": Results})
+    weights = weight_of(torch.arange(NUM_ROWS), 0).double()
+    weights[7] = (weights.sum() - weights[7]) / (NUM_ROWS - 1)
+    assert rows_of(path, sampler=Weighted(column)) == rows_of(path, sampler=Weighted(weights))
+
+
+def test_nan_of_the_run_itself_is_an_error_that_names_a_function(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    module = Diverging()
+    with pytest.raises(ValueError, match="function=.*each_epoch=True"):
+        fit(
+            tmp_path,
+            module,
+            RowResults(results, ["weight"]),
+            sampler=Weighted(Results(results, "weight", each_epoch=True)),
+        )
+    assert [*module.rows] == [0]
 
 
 def test_results_of_another_dataset_of_the_same_size_are_an_error(tmp_path: Path) -> None:
