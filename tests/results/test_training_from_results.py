@@ -16,8 +16,7 @@ from lightning_memmap.results import Results, read_row_results
 from lightning_memmap.sampling import Bucketed, Curriculum, KFold, Subset, Weighted
 from lightning_memmap.sampling.columns import DatasetIdentity
 from tests.support.fits import NUM_ROWS, NUM_SHARDS, EndError, fit
-from tests.support.models import Points, Regression, make_trainer, set_up
-from tests.support.versions import weights_only
+from tests.support.models import Points, Regression, set_up
 
 
 class PerRow(Regression):
@@ -258,13 +257,9 @@ def test_resume_into_the_results_of_another_dataset_is_an_error(tmp_path: Path) 
     callback = RowResults(tmp_path / "results", ["weight"])
     with pytest.raises(EndError):
         fit(tmp_path, PerRow(22), callback)
-    trainer = make_trainer(tmp_path, max_epochs=3, callbacks=[callback])
-    data = MemmapDataModule(
-        Points(NUM_ROWS, 1), store_dir=tmp_path / "other", batch_size=4, num_shards=NUM_SHARDS
-    )
     checkpoint = tmp_path / "end-epoch=0.ckpt"
     with pytest.raises(StoreError, match="another dataset"):
-        trainer.fit(PerRow(), data, ckpt_path=checkpoint, **weights_only(True))
+        fit(tmp_path, PerRow(), callback, checkpoint=checkpoint, offset=1, overwrite=True)
 
 
 def test_curriculum_switches_to_the_results_of_its_own_run(tmp_path: Path) -> None:

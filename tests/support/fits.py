@@ -25,6 +25,7 @@ def fit(
     checkpoint: Path | None = None,
     max_epochs: int = 3,
     devices: int = 1,
+    offset: int = 0,
     **options: Any,
 ) -> None:
     """Train with 15 steps in each epoch of `NUM_ROWS` rows, and save a checkpoint of every fifth
@@ -37,6 +38,7 @@ def fit(
         checkpoint: The checkpoint to resume from.
         max_epochs: The number of epochs.
         devices: Data devices.
+        offset: Of the rows, so that datasets differ.
         **options: Options of the data module.
     """
     trainer = make_trainer(
@@ -52,7 +54,7 @@ def fit(
         ],
     )
     data = MemmapDataModule(
-        Points(NUM_ROWS),
+        Points(NUM_ROWS, offset),
         store_dir=path / "stores",
         batch_size=4 // devices,
         num_shards=NUM_SHARDS,
