@@ -16,10 +16,11 @@ import signal
 import sys
 import tempfile
 from collections import Counter
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from threading import Timer
-from time import monotonic
+from time import monotonic, time
 from typing import Any
 from unittest.mock import patch
 
@@ -135,6 +136,13 @@ def run(
     return [Forked(train, directory, is_following, r, *options) for r in range(num_ranks)]
 
 
+def has_begun(directory: Path, started: float) -> bool:
+    """Whether a training that was started then has claimed its results."""
+    with suppress(FileNotFoundError):
+        return (directory / "results" / "results.json").stat().st_ctime > started
+    return False
+
+
 def kill(
     directory: Path, victim: str, is_following: bool, fit_s: float, rng: random.Random
 ) -> Outcome:
@@ -143,8 +151,14 @@ def kill(
     blow = None
     if victim == "commit":
         blow = rng.randrange(NUM_EPOCHS), rng.uniform(0.0, _COMMIT_S)
+    started = time()
     ranks = run(directory, 2 if victim == "rank" else 1, is_following, blow)
     is_killed = False
+    if victim == "rank":
+        # Ranks that have not met yet wait for each other as long as torch lets them.
+        while not has_begun(directory, started):
+            if any(rank.ended_within(0.01) for rank in ranks):
+                break
     if blow is None:
         chosen = rng.choice(ranks)
         is_killed = not chosen.ended_within(rng.uniform(0.1, 1.0) * fit_s)
