@@ -55,6 +55,12 @@ _FOREIGN_WARNINGS = (
     "ignore:Checkpoint directory .* exists and is not empty",
     # torch's loaders in tests have a few rows and need no worker process.
     "ignore:The '.*_dataloader' does not have many workers",
+    # Tests train without rows to validate on, and resume with other callbacks or with none.
+    "ignore:You defined a `validation_step`",
+    "ignore:Be aware that when using `ckpt_path`",
+    # Lightning looks for a checkpoint where it finds a callback that saves some.
+    "ignore:.*was called without a model",
+    "ignore:.*there is no last checkpoint available",
     # Modules in tests override hooks that data modules have too.
     "ignore:You have overridden `.*` in `LightningModule` but have passed in a",
     # Lightning builds its tree specs from a torch class that torch has renamed.

@@ -103,7 +103,6 @@ def test_each_epoch_draws_by_the_weights_of_the_epoch_before(tmp_path: Path, dev
     assert set(module.rows[2]) != set(module.rows[1])
 
 
-@pytest.mark.filterwarnings("ignore:.*was called without a model")
 @pytest.mark.parametrize(
     ("fails", "checkpoint"),
     [

@@ -407,6 +407,36 @@ class CombinedData(L.LightningDataModule):
         return CombinedLoader(loaders, self.mode)
 
 
+class SaveAt(L.Callback):
+    """Saves a checkpoint after an optimizer step.
+
+    Args:
+        step: The step, counted from 1.
+        path: The file.
+        ends_run: Whether the run ends there.
+    """
+
+    def __init__(self, step: int | None, path: Path, ends_run: bool = False) -> None:
+        self.step = step
+        self.path = path
+        self.ends_run = ends_run
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = self.ends_run
+
+
+#: Options of a Trainer that prints and writes nothing.
+QUIET: dict[str, Any] = {
+    "max_epochs": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
 def make_trainer(path: Path, **options: Any) -> L.Trainer:
     """A Trainer on the CPU that writes nothing but what it is asked to, below ``path``.
 
@@ -415,14 +445,9 @@ def make_trainer(path: Path, **options: Any) -> L.Trainer:
     defaults: dict[str, Any] = {
         "accelerator": os.environ.get(ACCELERATOR_VARIABLE, "cpu"),
         "devices": 1,
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         "default_root_dir": path,
     }
-    return L.Trainer(**{**defaults, **options})
+    return L.Trainer(**{**QUIET, **defaults, **options})
 
 
 def weights(module: nn.Module) -> Tensor:

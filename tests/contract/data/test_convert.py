@@ -28,10 +28,11 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.sampling import Subset, Weighted
 from tests.support.models import (
     LONG,
+    QUIET,
     SHORT,
-    CombinedData,
     Points,
     Regression,
+    SaveAt,
     make_trainer,
     weights,
 )
@@ -93,8 +94,9 @@ class Both(Regression):
 
     def training_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         parts = batch if isinstance(batch, list) else [*batch.values()]
-        rows = [part["row"].tolist() for part in parts]
-        self.seen.setdefault("both", []).append(rows)  # type: ignore[arg-type]
+        rows = [part and part["row"].tolist() for part in parts]
+        self.seen.setdefault("both", []).append(rows)
+        parts = [part for part in parts if part is not None]
         return torch.stack([self.loss(self(part["x"]), part) for part in parts]).mean()
 
 
@@ -177,66 +179,22 @@ def test_validation_loaders_are_combined_as_they_were(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("num_samples", [63, 40])
-def test_weighted_sampler_gives_the_rows_of_weighted(tmp_path: Path, num_samples: int) -> None:
-    sampler = WeightedRandomSampler(WEIGHTS.tolist(), num_samples)
-    made = MemmapDataModule.from_loaders(
-        DataLoader(TRAIN, 8, sampler=sampler), store_dir=tmp_path / "made"
-    )
-    written = MemmapDataModule(
-        TRAIN, store_dir=tmp_path / "by_hand", batch_size=8, sampler=Weighted(WEIGHTS, num_samples)
-    )
-    assert_same(tmp_path, made, written, Regression)
-
-
 @CPUS
-@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle"])
-def test_combined_loader_of_two_sets_gives_the_batches_of_two_data_modules(
+@pytest.mark.parametrize("mode", [None, "min_size", "max_size", "max_size_cycle"])
+def test_several_training_loaders_give_the_batches_that_they_give_lightning(
     tmp_path: Path, strategy: str, devices: int, mode: Any
 ) -> None:
-    class Paired(L.LightningDataModule):
-        def train_dataloader(self) -> Any:
-            long = DataLoader(LONG, 8 // devices, shuffle=True)
-            return CombinedLoader({"long": long, "short": DataLoader(SHORT, 8 // devices)}, mode)
+    def loaders(devices: int) -> Any:
+        long, short = DataLoader(LONG, 8 // devices), DataLoader(SHORT, 8 // devices)
+        return [long, short] if mode is None else CombinedLoader({"a": long, "b": short}, mode)
 
-    class ByHand(CombinedData):
-        def __init__(self) -> None:
-            super().__init__(tmp_path / "by_hand", mode, 8 // devices)
-            self.parts["long"].shuffle = True
-
-    made = MemmapDataModule.from_datamodule(Paired(), store_dir=tmp_path / "made", num_shards=4)
-    assert_same(tmp_path, made, ByHand(), Both, strategy=strategy, devices=devices)
-
-
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-def test_combined_loader_is_resumed_inside_an_epoch(tmp_path: Path) -> None:
-    class Save(L.Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 4:
-                trainer.save_checkpoint(tmp_path / "stopped.ckpt")
-
-    def fit(*callbacks: Any, ckpt_path: Any = None) -> Regression:
-        module = Both()
-        train = [DataLoader(LONG, 8, shuffle=True), DataLoader(SHORT, 4, shuffle=True)]
-        data = MemmapDataModule.from_loaders(train, store_dir=tmp_path / "stores")
-        trainer = make_trainer(tmp_path, max_epochs=2, callbacks=[*callbacks])
-        trainer.fit(module, data, ckpt_path=ckpt_path, **weights_only(False))
-        return module
-
-    whole, resumed = fit(Save()), fit(ckpt_path=tmp_path / "stopped.ckpt")
-    assert resumed.seen["both"] == whole.seen["both"][4:]
-    assert torch.equal(weights(resumed), weights(whole))
-
-
-def test_lists_of_training_loaders_are_served_side_by_side(tmp_path: Path) -> None:
-    train = [DataLoader(LONG, 8), DataLoader(SHORT, 4)]
     val = DataLoader(VAL, 4)
-    made = MemmapDataModule.from_loaders(train, val, store_dir=tmp_path)
-    found, expected = Both(), Both()
-    make_trainer(tmp_path).fit(found, made)
-    make_trainer(tmp_path).fit(expected, train, val)
-    assert found.seen == expected.seen
-    torch.testing.assert_close(weights(found), weights(expected))
+    made = MemmapDataModule.from_loaders(loaders(devices), val, store_dir=tmp_path, num_shards=4)
+    seen, found = run(tmp_path, Both(), made, strategy=strategy, devices=devices)
+    expected = Both()
+    make_trainer(tmp_path, max_epochs=2).fit(expected, loaders(1), val)
+    assert seen["both"] == expected.seen["both"]
+    torch.testing.assert_close(found, weights(expected))
 
 
 ROWS = [5, 3, 60, 8, 9, 11, 2, 41, 30]
@@ -268,6 +226,15 @@ ROWS = [5, 3, 60, 8, 9, 11, 2, 41, 30]
             {"drop_last": True},
         ),
         (lambda: DataLoader(Stream(), 8), {"shuffle": False}),
+        *(
+            (
+                lambda count=count: DataLoader(
+                    TRAIN, 8, sampler=WeightedRandomSampler(WEIGHTS.tolist(), count)
+                ),
+                {"sampler": Weighted(WEIGHTS, count)},
+            )
+            for count in (63, 40)
+        ),
     ],
 )
 def test_sampler_decides_rows_and_order(
@@ -276,7 +243,7 @@ def test_sampler_decides_rows_and_order(
     made = MemmapDataModule.from_loaders(make(), store_dir=tmp_path / "made")
     defaults: dict[str, Any] = {"batch_size": 8}
     written = MemmapDataModule(TRAIN, store_dir=tmp_path / "by_hand", **(defaults | options))
-    assert_same(tmp_path, made, written, Regression, max_epochs=1)
+    assert_same(tmp_path, made, written, Regression)
 
 
 def test_subset_sampler_evaluates_its_rows_in_its_order(tmp_path: Path) -> None:
@@ -492,7 +459,6 @@ class Inputs(Regression):
 
 
 @CPUS
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_transfer_hooks_and_state_are_those_of_the_data_module(
     tmp_path: Path, strategy: str, devices: int
 ) -> None:
@@ -527,22 +493,23 @@ def test_attributes_and_hyperparameters_are_those_of_the_data_module(tmp_path: P
     assert not hasattr(data, "num_outputs")
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-def test_run_is_resumed_inside_an_epoch(tmp_path: Path) -> None:
-    class Save(L.Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 3:
-                trainer.save_checkpoint(tmp_path / "stopped.ckpt")
-
-    def fit(*callbacks: Any, ckpt_path: Any = None) -> Regression:
-        module = Regression()
-        data = MemmapDataModule.from_datamodule(Data(), store_dir=tmp_path / "stores")
+@pytest.mark.parametrize("num_sets", [1, 2])
+def test_run_is_resumed_inside_an_epoch(tmp_path: Path, num_sets: int) -> None:
+    def fit(*callbacks: Any, ckpt_path: Any = None) -> Any:
+        if num_sets == 1:
+            data = MemmapDataModule.from_datamodule(Data(), store_dir=tmp_path)
+        else:
+            train = [DataLoader(LONG, 8, shuffle=True), DataLoader(SHORT, 4, shuffle=True)]
+            data = MemmapDataModule.from_loaders(train, store_dir=tmp_path)
+        module = Regression() if num_sets == 1 else Both()
         trainer = make_trainer(tmp_path, max_epochs=2, callbacks=[*callbacks])
         trainer.fit(module, data, ckpt_path=ckpt_path, **weights_only(False))
         return module
 
-    whole, resumed = fit(Save()), fit(ckpt_path=tmp_path / "stopped.ckpt")
-    assert resumed.seen["train"] == whole.seen["train"][3:]
+    checkpoint = tmp_path / "stopped.ckpt"
+    whole, resumed = fit(SaveAt(3, checkpoint)), fit(ckpt_path=checkpoint)
+    key = "train" if num_sets == 1 else "both"
+    assert resumed.seen[key] == whole.seen[key][3:]
     assert torch.equal(weights(resumed), weights(whole))
 
 
@@ -657,11 +624,7 @@ def test_data_module_made_from_datasets_is_converted(tmp_path: Path) -> None:
 def test_config_names_the_data_module_to_convert(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = {
-        "strategy": "memmap_superbatch", "devices": 2, "max_epochs": 1, "accelerator": "cpu",
-        "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }  # fmt: skip
+    trainer = {**QUIET, "strategy": "memmap_superbatch", "devices": 2, "accelerator": "cpu"}
     given = {"class_path": f"{__name__}.Data", "init_args": {"batch_size": 4}}
     data = {
         "class_path": "lightning_memmap.MemmapDataModule",

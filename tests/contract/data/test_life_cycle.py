@@ -13,10 +13,15 @@ from torch.utils.data import DataLoader
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import StoreNotFoundError
-from tests.support.models import Points, Regression, make_trainer
+from tests.support.models import Points, Regression, SaveAt, make_trainer
 from tests.support.versions import weights_only
 
 every_strategy = pytest.mark.parametrize("strategy", ["auto", "memmap_superbatch"])
+
+
+class FailsAtStart(L.Callback):
+    def on_fit_start(self, *_: Any) -> None:
+        raise RuntimeError("the first one")
 
 
 def make_data(path: Path, kind: type[MemmapDataModule] = MemmapDataModule) -> MemmapDataModule:
@@ -141,49 +146,27 @@ class TestSubclass:
             run(tmp_path, make_data(tmp_path, Own), "fit")
 
     def test_resumed_fit_that_fails_leaves_nothing_to_the_next_one(self, tmp_path: Path) -> None:
-        class Failing(L.Callback):
-            def on_fit_start(self, *_: Any) -> None:
-                raise RuntimeError("the first one")
-
-        class Saving(L.Callback):
-            def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-                trainer.save_checkpoint(tmp_path / "mid.ckpt")
-
-        data, resume = make_data(tmp_path), {"ckpt_path": tmp_path / "mid.ckpt"}
-        seen = run(tmp_path, data, "fit", callbacks=[Saving()], limit_train_batches=2).seen
-        trainer = make_trainer(tmp_path, callbacks=[Failing()], max_epochs=2)
+        data, checkpoint = make_data(tmp_path), tmp_path / "mid.ckpt"
+        saved = SaveAt(2, checkpoint)
+        seen = run(tmp_path, data, "fit", callbacks=[saved], limit_train_batches=2).seen
+        trainer = make_trainer(tmp_path, callbacks=[FailsAtStart()], max_epochs=2)
         with pytest.raises(RuntimeError, match="the first one"):
-            trainer.fit(Regression(), datamodule=data, **resume)
+            trainer.fit(Regression(), datamodule=data, ckpt_path=checkpoint)
         assert run(tmp_path, data, "fit", limit_train_batches=2).seen == seen
 
     def test_resumed_fit_that_fails_before_its_first_loader_saves_where_it_was_to_go_on(
         self, tmp_path: Path
     ) -> None:
-        class Failing(L.Callback):
-            def on_fit_start(self, *_: Any) -> None:
-                raise RuntimeError("the first one")
-
-        class Saving(L.Callback):
-            def on_train_batch_end(
-                self, trainer: L.Trainer, _: Any, outputs: Any, *__: Any
-            ) -> None:
-                if trainer.global_step == 1:
-                    trainer.save_checkpoint(tmp_path / "mid.ckpt")
-
-        def fit(callback: L.Callback, **options: Any) -> Regression:
-            module = Regression()
-            make_trainer(tmp_path, callbacks=[callback], limit_val_batches=0).fit(
-                module, datamodule=make_data(tmp_path), **options
-            )
-            return module
-
-        seen = fit(Saving()).seen["train"]
-        failing = [Failing(), OnExceptionCheckpoint(tmp_path, filename="mid")]
+        checkpoint = tmp_path / "mid.ckpt"
+        seen = run(tmp_path, make_data(tmp_path), "fit", callbacks=[SaveAt(1, checkpoint)]).seen
+        failing = [FailsAtStart(), OnExceptionCheckpoint(tmp_path, filename="mid")]
         with pytest.raises(RuntimeError, match="the first one"):
             make_trainer(tmp_path, callbacks=failing, enable_checkpointing=True).fit(
-                Regression(), datamodule=make_data(tmp_path), ckpt_path=tmp_path / "mid.ckpt"
+                Regression(), datamodule=make_data(tmp_path), ckpt_path=checkpoint
             )
-        assert fit(Saving(), ckpt_path=tmp_path / "mid.ckpt").seen["train"] == seen[1:]
+        module = Regression()
+        make_trainer(tmp_path).fit(module, datamodule=make_data(tmp_path), ckpt_path=checkpoint)
+        assert module.seen["train"] == seen["train"][1:]
 
     def test_hyperparameters_of_a_subclass_come_back_from_a_checkpoint(
         self, tmp_path: Path
@@ -196,8 +179,9 @@ class TestSubclass:
         trainer = make_trainer(tmp_path, limit_val_batches=0)
         trainer.fit(Regression(), Saved(str(tmp_path / "stores"), batch_size=6))
         trainer.save_checkpoint(tmp_path / "checkpoint")
-        loaded = Saved.load_from_checkpoint(tmp_path / "checkpoint", **weights_only(False))
-        assert (loaded.batch_size, loaded.store_dir) == (6, tmp_path / "stores")
+        for is_safe in (False, True):
+            loaded = Saved.load_from_checkpoint(tmp_path / "checkpoint", **weights_only(is_safe))
+            assert (loaded.batch_size, loaded.store_dir) == (6, tmp_path / "stores")
 
 
 class TestTrainer:

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
@@ -13,12 +12,11 @@ from lightning.pytorch.callbacks import (
 )
 
 from lightning_memmap import MemmapDataModule
-from tests.support.models import Points, Regression
-from tests.support.versions import EMAWeightAveraging, needs_ema, weights_only
+from tests.support.models import QUIET, Points, Regression, make_trainer, weights
+from tests.support.versions import EMAWeightAveraging, needs_ema
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
     pytest.mark.filterwarnings("ignore:You are trying to `self.log"),
 ]
 STRATEGIES = pytest.mark.parametrize(
@@ -26,24 +24,15 @@ STRATEGIES = pytest.mark.parametrize(
 )
 
 
-def make_data(path: Path, batch_size: int = 4) -> MemmapDataModule:
-    return MemmapDataModule(
-        Points(48), Points(12, 1000), store_dir=path / "stores", batch_size=batch_size
-    )
-
-
 def fit(path: Path, strategy: str = "memmap_superbatch", devices: int = 2, **options: Any) -> Any:
     """Train two epochs of six steps; the module and its Trainer."""
-    settings: dict[str, Any] = {
-        "max_epochs": 2, "logger": False, "enable_checkpointing": False, "log_every_n_steps": 1,
-        "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": path,
-    }  # fmt: skip
     torch.manual_seed(0)
-    trainer = L.Trainer(
-        accelerator="cpu", strategy=strategy, devices=devices, **(settings | options)
-    )
+    trainer = make_trainer(path, strategy=strategy, devices=devices, **{"max_epochs": 2, **options})
     module = Regression()
-    trainer.fit(module, make_data(path, 8 // devices))
+    data = MemmapDataModule(
+        Points(48), Points(12, 1000), store_dir=path / "stores", batch_size=8 // devices
+    )
+    trainer.fit(module, data)
     return module, trainer
 
 
@@ -69,11 +58,9 @@ def test_progress_bars_count_the_steps_of_the_loader(tmp_path: Path, bar: Any) -
 def test_short_and_bare_runs_take_their_steps(
     tmp_path: Path, strategy: str, devices: int, options: dict[str, Any], steps: int
 ) -> None:
-    bare = {"logger": None, "enable_checkpointing": None, "log_every_n_steps": None}
-    bare |= {"enable_progress_bar": None, "enable_model_summary": None}
-    module, trainer = fit(
-        tmp_path, strategy, devices, **options, **(bare if "barebones" in options else {})
-    )
+    if "barebones" in options:
+        options = options | dict.fromkeys(QUIET) | {"max_epochs": 2}
+    module, trainer = fit(tmp_path, strategy, devices, **options)
     assert trainer.global_step == steps
     assert sum(len(batch) for batch in module.seen["train"]) == 8 * steps
 
@@ -89,25 +76,5 @@ def test_averaged_weights_are_those_of_one_device(tmp_path: Path, strategy: str,
     found, _ = fit(tmp_path / "one", strategy, 1, callbacks=[average()])
     expected, _ = fit(tmp_path / "two", "memmap_superbatch", 2, callbacks=[average()])
     plain, _ = fit(tmp_path / "plain", "memmap_superbatch", 2)
-    for name, weight in expected.named_parameters():
-        assert torch.equal(found.get_parameter(name), weight)
-    weights = [torch.cat([p.flatten() for p in each.parameters()]) for each in (expected, plain)]
-    assert not torch.equal(*weights)
-
-
-def test_data_module_with_hyperparameters_is_loaded_from_a_checkpoint(tmp_path: Path) -> None:
-    class Data(MemmapDataModule):
-        def __init__(self, store_dir: str, batch_size: int = 4) -> None:
-            super().__init__(Points(48), store_dir=store_dir, batch_size=batch_size)
-            self.save_hyperparameters()
-
-    data = Data(str(tmp_path / "stores"), batch_size=6)
-    trainer = L.Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
-        enable_checkpointing=False, enable_model_summary=False, default_root_dir=tmp_path,
-    )  # fmt: skip
-    trainer.fit(Regression(), data)
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    again = Data.load_from_checkpoint(tmp_path / "last.ckpt", **weights_only(True))
-    assert again.batch_size == 6
-    assert str(again.store_dir) == str(tmp_path / "stores")
+    assert torch.equal(weights(found), weights(expected))
+    assert not torch.equal(weights(expected), weights(plain))

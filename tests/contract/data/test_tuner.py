@@ -12,10 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_memmap import MemmapDataModule
 from tests.support.models import Points, Regression, make_trainer
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
-]
+pytestmark = pytest.mark.slow
 
 
 def make_data(path: Path, **options: Any) -> MemmapDataModule:

@@ -14,14 +14,6 @@ from lightning_memmap import MemmapDataModule
 from tests.support.models import Points, Regression, make_trainer, weights
 from tests.support.versions import weights_only
 
-# Where it finds its callback, Lightning looks for a checkpoint that was not asked for.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*was called without a model"),
-    pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available"),
-    # The last run saves nothing.
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-]
-
 EPOCHS, EPOCH_STEPS = 2, 5
 #: In the order of a step: before the weights have learned from it, and after.
 BEFORE = [

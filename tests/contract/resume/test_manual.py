@@ -13,10 +13,7 @@ from tests.support.models import Points, Regression, make_trainer, weights
 from tests.support.versions import weights_only
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
     pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization"),
-    pytest.mark.filterwarnings("ignore:.*was called without a model"),
-    pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available"),
     pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`"),
 ]
 

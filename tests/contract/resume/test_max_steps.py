@@ -19,7 +19,6 @@ from tests.support.versions import weights_only
 
 # The resumed runs save nothing, or elsewhere.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
     pytest.mark.filterwarnings("ignore:.*The dirpath has changed"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory"),
 ]

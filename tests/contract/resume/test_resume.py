@@ -199,8 +199,6 @@ def assert_goes_on(runs: list[dict[str, Any]], num_done: int) -> None:
     assert found == rest(num_done)
 
 
-# The resumed runs save nothing.
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize(("variant", "other"), [(DDP, SUPERBATCH_DDP), (SUPERBATCH_DDP, DDP)])
 def test_resume_is_bitwise_on_one_variant_and_goes_on_with_the_rows_on_others(
     tmp_path: Path, variant: dict[str, Any], other: dict[str, Any]

@@ -17,12 +17,6 @@ from lightning_memmap import MemmapDataModule
 from tests.support.models import Points, Regression, make_trainer, weights
 from tests.support.versions import weights_only
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*was called without a model"),
-    pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-]
-
 
 class Interrupted(torch.optim.Optimizer):
     """Receives a signal in the middle of an update.

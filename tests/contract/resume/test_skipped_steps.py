@@ -125,8 +125,6 @@ def test_steps_are_left_out_the_same_under_every_strategy(
     assert found == kept
 
 
-# The resumed run saves nothing.
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("step", [2, 4, 10, 14])
 @pytest.mark.parametrize("devices", [1, 2, 8])
 def test_a_run_resumed_before_a_spike_leaves_it_out(
@@ -142,8 +140,6 @@ def test_a_run_resumed_before_a_spike_leaves_it_out(
     assert resumed.seen["train"] == kept
 
 
-# The last resumed run saves nothing.
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_a_checkpoint_keeps_what_is_left_out_for_other_device_counts_too(tmp_path: Path) -> None:
     skipped = range(5, 13)
     whole = fit(tmp_path, skipped, save=True)
