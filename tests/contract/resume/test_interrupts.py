@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
 
-from lightning_memmap import MemmapDataModule
-from tests.support.models import Points, Regression, make_trainer, weights
-from tests.support.versions import weights_only
+from tests.contract.resume import runs
+from tests.contract.resume.runs import assert_ends_alike, make_data
+from tests.support.models import Points, Regression
 
 EPOCHS, EPOCH_STEPS = 2, 5
 #: In the order of a step: before the weights have learned from it, and after.
@@ -32,7 +32,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "prefetch": SUPERBATCH,
     "accumulated": {**SUPERBATCH, "accumulate_grad_batches": 3},
     "dp": {"strategy": "memmap_dp", "devices": 2},
-    "stock": {"devices": 1},
+    "stock": {"strategy": "auto", "devices": 1},
 }
 
 
@@ -104,49 +104,36 @@ class Interrupted(Regression):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-def fit(
-    path: Path, run: str, checkpoint: Path | None = None, **failures: int
-) -> tuple[Interrupted, Any]:
+def fit(path: Path, run: str, checkpoint: Path | None = None, **failures: int) -> Interrupted:
     """A run that saves ``stopped.ckpt`` when it is interrupted."""
     options = dict(RUNS[run])
-    data = MemmapDataModule(
-        Points(40),
-        Points(12, 1000),
-        store_dir=path / "stores",
+    data = make_data(
+        path,
+        EPOCH_STEPS,
+        val_dataset=Points(12, 1000),
         batch_size=8 // options["devices"],
-        num_shards=4,
         prefetch=2 if run == "prefetch" else None,
     )
-    trainer = make_trainer(
-        path,
-        max_epochs=EPOCHS,
-        num_sanity_val_steps=0,
-        val_check_interval=2,
-        enable_checkpointing=bool(failures),
-        callbacks=[OnExceptionCheckpoint(path, "stopped")] if failures else [],
-        **options,
-    )
     module = Interrupted(**failures)
+    options["callbacks"] = [OnExceptionCheckpoint(path, "stopped")] if failures else []
     # The Trainer itself ends the program after Ctrl-C.
     ended = SystemExit if module.error is KeyboardInterrupt else module.error
     with pytest.raises(ended) if failures else nullcontext():
-        trainer.fit(module, data, ckpt_path=checkpoint, **weights_only(checkpoint is not None))
-    return module, trainer
+        runs.fit(module, data, checkpoint, max_epochs=EPOCHS, val_check_interval=2, **options)
+    return module
 
 
 @pytest.fixture(scope="module")
-def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Interrupted, Any]]:
+def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Interrupted]:
     return {run: fit(tmp_path_factory.mktemp(run), run) for run in RUNS}
 
 
-def check(whole: tuple[Interrupted, Any], resumed: tuple[Interrupted, Any], num_left: int) -> None:
+def check(whole: Interrupted, resumed: Interrupted, num_left: int) -> None:
     """A resumed run has the last steps of the whole one, and ends as it does."""
-    assert resumed[0].rows == whole[0].rows[len(whole[0].rows) - num_left :]
-    assert torch.equal(weights(resumed[0]), weights(whole[0]))
-    assert resumed[1].global_step == whole[1].global_step
-    assert [config.scheduler.last_epoch for config in resumed[1].lr_scheduler_configs] == [
-        whole[1].global_step
-    ]
+    assert resumed.rows == whole.rows[len(whole.rows) - num_left :]
+    assert_ends_alike(whole, resumed)
+    (config,) = resumed.trainer.lr_scheduler_configs
+    assert config.scheduler.last_epoch == whole.trainer.global_step
 
 
 CASES = [
@@ -165,7 +152,7 @@ CASES = [
 @pytest.mark.parametrize(("run", "hook", "batch"), CASES)
 def test_step_that_is_interrupted_is_resumed_with_what_the_weights_lack(
     tmp_path: Path,
-    whole_runs: dict[str, tuple[Interrupted, Any]],
+    whole_runs: dict[str, Interrupted],
     run: str,
     hook: str,
     batch: int,
@@ -182,7 +169,7 @@ def test_step_that_is_interrupted_is_resumed_with_what_the_weights_lack(
 @pytest.mark.parametrize("run", ["superbatch", "dp", "accumulated"])
 def test_step_that_is_ended_by_ctrl_c_is_resumed(
     tmp_path: Path,
-    whole_runs: dict[str, tuple[Interrupted, Any]],
+    whole_runs: dict[str, Interrupted],
     monkeypatch: pytest.MonkeyPatch,
     run: str,
 ) -> None:
@@ -196,7 +183,7 @@ def test_step_that_is_ended_by_ctrl_c_is_resumed(
 
 @pytest.mark.parametrize("second", ["training_step", "on_train_batch_end"])
 def test_run_that_is_interrupted_again_and_again_ends_as_the_whole_one(
-    tmp_path: Path, whole_runs: dict[str, tuple[Interrupted, Any]], second: str
+    tmp_path: Path, whole_runs: dict[str, Interrupted], second: str
 ) -> None:
     checkpoint = tmp_path / "stopped.ckpt"
     fit(tmp_path, "superbatch", training_step=2)

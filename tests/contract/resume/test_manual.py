@@ -8,9 +8,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 
-from lightning_memmap import MemmapDataModule
-from tests.support.models import Points, Regression, make_trainer, weights
-from tests.support.versions import weights_only
+from tests.contract.resume import runs
+from tests.contract.resume.runs import assert_continues, make_data
+from tests.support.models import Regression
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization"),
@@ -37,7 +37,9 @@ class Accumulating(Regression):
         self.automatic_optimization = False
         self.saved = saved
         self.stop = stop
-        self.rows: list[list[int]] = []
+
+    def num_batches(self) -> int:
+        return len(self.seen.get("train", []))
 
     def is_last(self, batch_idx: int) -> bool:
         return batch_idx % 4 == 3 or batch_idx == EPOCH_STEPS - 1
@@ -48,8 +50,7 @@ class Accumulating(Regression):
         optimizer.zero_grad()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.rows.append(batch["row"].tolist())
-        if len(self.rows) == self.stop:
+        if self.num_batches() == self.stop - 1:
             raise StopError
         self.manual_backward(self.step(batch, "train") / 4)
         if self.is_last(batch_idx):
@@ -57,7 +58,7 @@ class Accumulating(Regression):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.saved is not None:
-            name = f"{len(self.rows):02} {self.trainer.global_step:02}.ckpt"
+            name = f"{self.num_batches():02} {self.trainer.global_step:02}.ckpt"
             self.trainer.save_checkpoint(self.saved / name)
 
 
@@ -65,7 +66,6 @@ class AtBatchEnd(Accumulating):
     """Steps after the batch."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.rows.append(batch["row"].tolist())
         self.manual_backward(self.step(batch, "train") / 4)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -95,7 +95,6 @@ class Alternating(Accumulating):
     """Two optimizers, one of which steps in every batch."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.rows.append(batch["row"].tolist())
         self.manual_backward(self.step(batch, "train"))
         optimizer: Any = self.optimizers()[batch_idx % 2]  # type: ignore[index]
         optimizer.step()
@@ -132,7 +131,7 @@ class Collecting(Accumulating):
         if self.trainer.current_epoch > 0:
             super().training_step(batch, batch_idx)
         else:
-            self.rows.append(batch["row"].tolist())
+            self.step(batch, "train")
 
     def on_train_epoch_end(self) -> None:
         if self.saved is not None:
@@ -142,19 +141,7 @@ class Collecting(Accumulating):
 def fit(
     path: Path, module: Any, checkpoint: Path | None = None, epochs: int = EPOCHS, **options: Any
 ) -> Any:
-    data = MemmapDataModule(
-        Points(8 * EPOCH_STEPS), store_dir=path / "stores", batch_size=4, num_shards=4
-    )
-    trainer = make_trainer(
-        path,
-        strategy="memmap_superbatch",
-        devices=2,
-        max_epochs=epochs,
-        enable_checkpointing="callbacks" in options,
-        **options,
-    )
-    trainer.fit(module, data, ckpt_path=checkpoint, **weights_only(checkpoint is not None))
-    return module
+    return runs.fit(module, make_data(path, EPOCH_STEPS), checkpoint, max_epochs=epochs, **options)
 
 
 def num_learned(kind: type[Accumulating], num_done: int) -> int:
@@ -183,9 +170,7 @@ def test_resume_begins_after_the_last_batch_that_an_optimizer_stepped_on(
     for checkpoint in checkpoints[2::3]:
         num_done, num_steps = map(int, checkpoint.stem.split())
         resumed = fit(tmp_path, kind(), checkpoint)
-        assert resumed.rows == whole.rows[num_learned(kind, num_done) :], checkpoint.name
-        assert torch.equal(weights(resumed), weights(whole)), checkpoint.name
-        assert resumed.global_step == whole.global_step
+        assert_continues(whole, resumed, num_learned(kind, num_done))
         assert torch.load(checkpoint, weights_only=True)["global_step"] == num_steps
 
 
@@ -204,12 +189,10 @@ def test_fit_that_max_steps_or_an_epoch_ended_goes_on_with_its_group(
         saved = ModelCheckpoint(tmp_path / str(end))
         fit(tmp_path, kind(), callbacks=[saved], **end)
         checkpoint = Path(saved.best_model_path)
-        resumed = fit(tmp_path, kind(), checkpoint)
-        assert resumed.rows == whole.rows[num_learned(kind, num_done) :]
-        assert torch.equal(weights(resumed), weights(whole))
+        assert_continues(whole, fit(tmp_path, kind(), checkpoint), num_learned(kind, num_done))
         if "max_steps" not in end:
             # Nothing follows, not even for gradients that wait.
-            assert not fit(tmp_path, kind(), checkpoint, **end).rows
+            assert not fit(tmp_path, kind(), checkpoint, **end).seen
 
 
 @pytest.mark.parametrize("stop", [1, 3, 5, 12, 21])
@@ -221,9 +204,7 @@ def test_batch_that_fails_is_done_again_with_its_group(tmp_path: Path, stop: int
         with pytest.raises(StopError):
             fit(tmp_path, kind(stop=stop), callbacks=callbacks)
         resumed = fit(tmp_path, kind(), path / "stopped.ckpt")
-        assert resumed.rows == whole.rows[num_learned(kind, stop - 1) :]
-        assert torch.equal(weights(resumed), weights(whole))
-        assert resumed.global_step == whole.global_step
+        assert_continues(whole, resumed, num_learned(kind, stop - 1))
 
 
 def test_epoch_without_a_step_counts_once_it_is_over(tmp_path: Path) -> None:
@@ -231,8 +212,7 @@ def test_epoch_without_a_step_counts_once_it_is_over(tmp_path: Path) -> None:
     whole = fit(tmp_path, Collecting(tmp_path / "saved"))
     for epoch in (0, 1):
         resumed = fit(tmp_path, Collecting(), tmp_path / "saved" / f"epoch {epoch}.ckpt")
-        assert resumed.rows == whole.rows[(epoch + 1) * EPOCH_STEPS :]
-        assert torch.equal(weights(resumed), weights(whole))
+        assert_continues(whole, resumed, (epoch + 1) * EPOCH_STEPS)
 
 
 def test_last_group_of_an_epoch_that_was_resumed_inside_is_resumed_again(tmp_path: Path) -> None:
@@ -255,6 +235,4 @@ def test_last_group_of_an_epoch_that_was_resumed_inside_is_resumed_again(tmp_pat
         module.on_train_epoch_end = save  # type: ignore[method-assign]
         fit(tmp_path, module, checkpoint)
         checkpoint = path
-        resumed = fit(tmp_path, Leaking(), checkpoint)
-        assert resumed.rows == whole.rows[8:]
-        assert torch.equal(weights(resumed), weights(whole))
+        assert_continues(whole, fit(tmp_path, Leaking(), checkpoint), 8)

@@ -14,10 +14,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_memmap import MemmapDataModule
+from tests.contract.resume import runs
+from tests.contract.resume.runs import make_data
 from tests.support.models import Points, Regression, make_trainer, weights
 from tests.support.processes import expected_batches, launch, sorted_steps
 from tests.support.training import make_strategy
-from tests.support.versions import weights_only
 
 
 class Validated(Regression):
@@ -55,10 +56,8 @@ class SaveBetween(L.Callback):
 def fit_with_validations(
     path: Path, module: Validated, checkpoint: Path | None = None, **options: Any
 ) -> Validated:
-    data = MemmapDataModule(Points(96), Points(40, 1000), store_dir=path / "stores", batch_size=8)
-    trainer = make_trainer(path, strategy="memmap_superbatch", devices=2, max_epochs=2, **options)
-    trainer.fit(module, data, ckpt_path=checkpoint, **weights_only(checkpoint is not None))
-    return module
+    data = make_data(path, 12, val_dataset=Points(40, 1000), batch_size=8)
+    return runs.fit(module, data, checkpoint, max_epochs=2, **options)
 
 
 @pytest.mark.parametrize("interval", [2, 1.0], ids=["within the epoch", "at its end"])
@@ -71,7 +70,6 @@ def test_resume_from_inside_a_validation_validates_anew_and_continues_row_stream
         tmp_path,
         Validated(tmp_path / "saved"),
         callbacks=[SaveBetween()],
-        num_sanity_val_steps=0,
         **options,
     )
     checkpoints = sorted((tmp_path / "saved").iterdir())
@@ -82,7 +80,9 @@ def test_resume_from_inside_a_validation_validates_anew_and_continues_row_stream
         # Again from the first row, so that the metrics are of all of them.
         while before[-1][0] == "val":
             after.insert(0, before.pop())
-        resumed = fit_with_validations(tmp_path, Validated(), checkpoint, **options)
+        resumed = fit_with_validations(
+            tmp_path, Validated(), checkpoint, num_sanity_val_steps=2, **options
+        )
         assert resumed.events == after, checkpoint.name
         assert torch.equal(weights(resumed), weights(whole))
 

@@ -1,9 +1,6 @@
 """A signal that comes while an optimizer updates the weights is handled after the update."""
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +10,10 @@ import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
 
-from lightning_memmap import MemmapDataModule
-from tests.support.models import Points, Regression, make_trainer, weights
-from tests.support.versions import weights_only
+from tests.contract.resume import runs
+from tests.contract.resume.runs import assert_continues, make_data
+from tests.support.models import Regression, weights
+from tests.support.preloaded import run
 
 
 class Interrupted(torch.optim.Optimizer):
@@ -55,10 +53,8 @@ class Signalled(Regression):
         self.stop = stop
         self.signum = signum
         self.automatic_optimization = not is_manual
-        self.rows: list[list[int]] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        self.rows.append(batch["row"].tolist())
         if self.stop == -2:
             signal.raise_signal(self.signum)
             raise AssertionError("the signal was deferred")
@@ -76,20 +72,8 @@ class Signalled(Regression):
 
 
 def fit(path: Path, module: Signalled, checkpoint: Path | None = None) -> Signalled:
-    data = MemmapDataModule(
-        Points(40), store_dir=path / "stores", batch_size=4, num_shards=4, shuffle=True
-    )
     callbacks = [OnExceptionCheckpoint(path, "stopped")] if module.stop != -1 else []
-    trainer = make_trainer(
-        path,
-        strategy="memmap_superbatch",
-        devices=2,
-        max_epochs=2,
-        enable_checkpointing=bool(callbacks),
-        callbacks=callbacks,
-    )
-    trainer.fit(module, data, ckpt_path=checkpoint, **weights_only(checkpoint is not None))
-    return module
+    return runs.fit(module, make_data(path, 5), checkpoint, max_epochs=2, callbacks=callbacks)
 
 
 @pytest.fixture(autouse=True)
@@ -111,9 +95,7 @@ def test_update_in_which_ctrl_c_comes_is_completed_and_counts(
     with pytest.raises(SystemExit):
         fit(tmp_path, Signalled(stop, is_manual=is_manual))
     resumed = fit(tmp_path, Signalled(is_manual=is_manual), tmp_path / "stopped.ckpt")
-    assert resumed.rows == whole.rows[stop + 1 :]
-    assert torch.equal(weights(resumed), weights(whole))
-    assert resumed.global_step == whole.global_step
+    assert_continues(whole, resumed, stop + 1)
 
 
 def test_handler_of_a_program_that_saves_a_checkpoint_saves_whole_updates(tmp_path: Path) -> None:
@@ -123,9 +105,7 @@ def test_handler_of_a_program_that_saves_a_checkpoint_saves_whole_updates(tmp_pa
         signal.SIGUSR1, lambda *_: interrupted.trainer.save_checkpoint(tmp_path / "signal.ckpt")
     )
     assert torch.equal(weights(fit(tmp_path, interrupted)), weights(whole))
-    resumed = fit(tmp_path, Signalled(), tmp_path / "signal.ckpt")
-    assert resumed.rows == whole.rows[4:]
-    assert torch.equal(weights(resumed), weights(whole))
+    assert_continues(whole, fit(tmp_path, Signalled(), tmp_path / "signal.ckpt"), 4)
 
 
 def test_ctrl_c_outside_of_an_update_is_not_deferred(tmp_path: Path) -> None:
@@ -159,21 +139,11 @@ trainer.fit(Learner(), data)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("delay", [0.5, 0.6, 0.7])
 def test_real_ctrl_c_leaves_weights_of_whole_steps(tmp_path: Path, delay: float) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path), str(delay)]
-    root = Path(__file__).resolve().parents[3]
-    ended = subprocess.run(
-        command,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
-    assert ended.returncode == 1, ended.stderr.decode()
+    ended = run(tmp_path / "program.py", tmp_path, delay)
+    assert ended.returncode == 1, ended.stderr
     saved = torch.load(tmp_path / "stopped.ckpt", weights_only=True)
     # Adam has a counter for each parameter.
     steps = {int(state["step"]) for state in saved["optimizer_states"][0]["state"].values()}

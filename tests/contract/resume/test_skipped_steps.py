@@ -9,7 +9,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_memmap import MemmapDataModule
-from tests.support.models import Points, Regression, make_trainer, weights
+from tests.contract.resume import runs
+from tests.support.models import Points, Regression, set_up, weights
 
 #: 10 steps of 32 rows in an epoch; the last two have 17 and 16.
 ROWS, BATCH, STEPS, EPOCHS = 289, 32, 10, 3
@@ -49,19 +50,16 @@ def fit(
         **{"batch_size": BATCH // devices, **(options or {})},
     )
     saver = ModelCheckpoint(path / "saved", "{step}", every_n_train_steps=1, save_top_k=-1)
-    trainer = make_trainer(
-        path,
+    return runs.fit(
+        Recorder(),
+        data,
+        checkpoint,
         strategy=strategy,
         devices=devices,
         max_epochs=EPOCHS,
-        num_sanity_val_steps=0,
-        enable_checkpointing=save,
         callbacks=[saver] if save else [],
         **trainer_options,
     )
-    module = Recorder()
-    trainer.fit(module, data, ckpt_path=checkpoint)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -181,9 +179,7 @@ def test_without_a_trainer_a_loader_leaves_them_out(
         data = MemmapDataModule(
             Points(ROWS), store_dir=tmp_path / "stores", batch_size=BATCH, skip_steps=skip_steps
         )
-        data.prepare_data()
-        data.setup("fit")
-        return data.train_dataloader()
+        return set_up(data, "fit").train_dataloader()
 
     kept = [rows for step, rows in enumerate(whole[1]) if step not in (1, 9, 10)]
     batches = loader([1, 9, 10])
@@ -200,12 +196,12 @@ def test_steps_that_were_left_out_say_nothing_of_other_rows(tmp_path: Path) -> N
         data = MemmapDataModule(
             Points(rows), store_dir=tmp_path / str(rows), skip_steps=skip_steps, batch_size=BATCH
         )
-        data.prepare_data()
-        data.setup("fit")
-        return data.train_dataloader().loader
+        return set_up(data, "fit").train_dataloader()
 
     saved = made(ROWS, skip_steps=range(44, 52))
     saved.set_epoch(4)
     fewer = made(100)
     fewer.load_state_dict(saved.state_dict())
-    assert [fewer.num_steps_of(epoch) for epoch in range(24)] == [4] * 24
+    for epoch in range(24):
+        fewer.set_epoch(epoch)
+        assert len(fewer) == 4
