@@ -107,46 +107,48 @@ def test_dataset_without_type_hints_is_stored(command: Command, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("path", "values", "words"),
+    ("path", "values", "name"),
     [
-        (("trainer",), {"max_epoch": 2}, "'trainer.max_epochs'"),
-        (DATA, {"batchsize": 2}, "'batch_size'"),
-        ((*DATA, "train_dataset"), {"class_path": "tests.support.models.Point"}, "'Points'"),
+        (("trainer",), {"max_epoch": 2}, "trainer.max_epochs"),
+        (DATA, {"batchsize": 2}, "batch_size"),
+        ((*DATA, "train_dataset"), {"class_path": "tests.support.models.Point"}, "Points"),
         (
             ("trainer",),
             {"callbacks": [{"class_path": "lightning.pytorch.callbacks.ModelChekpoint"}]},
-            "'ModelCheckpoint'",
+            "ModelCheckpoint",
         ),
-        (("trainer",), {"strategy": "memmap_superbach"}, "'memmap_superbatch'"),
+        (("trainer",), {"strategy": "memmap_superbach"}, "memmap_superbatch"),
     ],
 )
 def test_misspelt_name_in_a_config_suggests_the_nearest(
-    command: Command, path: tuple[str, ...], values: dict[str, Any], words: str
+    command: Command, path: tuple[str, ...], values: dict[str, Any], name: str
 ) -> None:
-    assert command("fit", "--config", command.config(*path, **values)) == 2
-    assert f"did you mean {words}?" in command.err
+    assert_suggests(command, ["fit", "--config", command.config(*path, **values)], name)
     assert command.err.startswith("error: ")
     assert "?." not in command.err
-    assert command.err.count("\n") == 2
     assert command.out == ""
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "name"),
     [
-        (["comapre"], "'compare'"),
-        (["fit", "--trainer.max_epochz", "3"], "'--trainer.max_epochs'"),
-        (["store", "bild"], "'build'"),
+        (["comapre"], "compare"),
+        (["fit", "--trainer.max_epochz", "3"], "--trainer.max_epochs"),
+        (["store", "bild"], "build"),
         # Nor is the beginning of a name taken for the name.
-        (["compare", "--config", "x.yaml", "--variant", "auto"], "'--variants'"),
-        (["store", "build", "x", "--dataset", "ColumnDatase"], "'ColumnDataset'"),
+        (["compare", "--config", "x.yaml", "--variant", "auto"], "--variants"),
+        (["store", "build", "x", "--dataset", "ColumnDatase"], "ColumnDataset"),
     ],
 )
 def test_misspelt_name_on_the_command_line_suggests_the_nearest(
-    command: Command, arguments: list[str], words: str
+    command: Command, arguments: list[str], name: str
 ) -> None:
+    assert_suggests(command, arguments, name)
+
+
+def assert_suggests(command: Command, arguments: list[Any], name: str) -> None:
     assert command(*arguments) == 2
-    assert f"did you mean {words}?" in command.err
+    assert f"did you mean '{name}'?" in command.err
     assert command.err.count("\n") == 2
 
 
@@ -239,13 +241,7 @@ def last_line(command: Command) -> str:
     return command.err.splitlines()[-1]
 
 
-def test_mistake_that_training_finds_is_reported_without_a_traceback(
-    command: Command, tmp_path: Path
-) -> None:
-    assert command("fit", "--config", command.config(*DATA, batch_size=0)) == 2
-    assert last_line(command).startswith("error: batch_size=0")
-    assert command("fit", "--config", command.config(*DATA, train_dataset=None)) == 2
-    assert last_line(command).startswith("error: ")
+def test_damaged_store_is_reported_without_a_traceback(command: Command, tmp_path: Path) -> None:
     (tmp_path / "stores" / "train").mkdir(parents=True)
     (tmp_path / "stores" / "train" / "manifest.json").write_text("{}")
     assert command("fit", "--config", command.config(*DATA, train_dataset=None)) == 1
@@ -256,6 +252,8 @@ def test_mistake_that_training_finds_is_reported_without_a_traceback(
     ("path", "values", "words"),
     [
         (DATA, {"batch_size": None}, "batch_size=None"),
+        (DATA, {"batch_size": 0}, "error: batch_size=0"),
+        (DATA, {"train_dataset": None}, "error: "),
         (DATA, {"sampler": "Sampler"}, "sampler.Sampler'>"),
         (
             (),
@@ -331,9 +329,14 @@ def curriculum(kind: str, **arguments: Any) -> dict[str, Any]:
         ),
         (DATA, curriculum("Bucketed", foo=3), ("Bucketed", "'foo'")),
         (DATA, sampler(f"{__name__}.Own", rate="x"), ('"rate"', "<class 'int'>", "x")),
+        # Values of another kind.
+        (("data",), {"batch_size": 2}, ("LightningDataModule",)),
+        (DATA, {"train_dataset": "math.sqrt"}, ('"train_dataset"', "math.sqrt")),
+        (DATA, {"sampler": "math.sqrt"}, ('"sampler"', "math.sqrt")),
+        (("trainer",), {"strategy": {"class_path": "torch.nn.ReLU"}}, ("Strategy", "ReLU")),
     ],
 )
-def test_wrong_argument_of_a_known_class_is_named_by_the_class(
+def test_wrong_argument_is_named_by_its_class_in_two_lines(
     command: Command, path: tuple[str, ...], values: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     assert command("fit", "--config", command.config(*path, **values)) == 2
@@ -346,24 +349,6 @@ def test_bug_of_a_strategy_keeps_its_traceback(command: Command) -> None:
     given = {"class_path": f"{__name__}.Broken"}
     with pytest.raises(KeyError):
         command("fit", "--config", command.config("trainer", strategy=given))
-
-
-@pytest.mark.parametrize(
-    ("path", "values", "words"),
-    [
-        (("data",), {"batch_size": 2}, "LightningDataModule"),
-        (DATA, {"train_dataset": "math.sqrt"}, r'"train_dataset": .*math\.sqrt'),
-        (DATA, {"sampler": "math.sqrt"}, r'"sampler": .*math\.sqrt'),
-        (("trainer",), {"strategy": {"class_path": "torch.nn.ReLU"}}, "Strategy.*ReLU"),
-    ],
-)
-def test_value_of_another_kind_is_refused_in_two_lines(
-    command: Command, path: tuple[str, ...], values: dict[str, Any], words: str
-) -> None:
-    assert command("fit", "--config", command.config(*path, **values)) == 2
-    first, second = command.err.splitlines()
-    assert re.search(words, first)
-    assert second == "lightning-memmap fit --help lists the arguments"
 
 
 @pytest.mark.parametrize("arguments", [[], ["fit"], ["store"], ["store", "plan"], ["compare"]])

@@ -179,12 +179,6 @@ class TestColorJitter:
         grey = ColorJitter(0.4, 0.4)({"image": image[:, :1]}, numbers())["image"]
         assert grey.shape == (NUM_ROWS, 1, 4, 4)
 
-    @pytest.mark.parametrize("scale", [255, -3])
-    def test_floating_images_far_outside_of_the_range_raise(self, scale: float) -> None:
-        image = torch.linspace(0, scale, 48).view(1, 3, 4, 4)
-        with pytest.raises(ValueError, match="'image'"):
-            ColorJitter(0.4)({"image": image}, numbers([0]))
-
 
 @pytest.mark.parametrize("name", [*TRANSFORMS, *MIXES])
 def test_batch_without_rows_stays_one(name: str) -> None:
@@ -249,61 +243,60 @@ class TestMixing:
         assert stats.kstest(found, "uniform").pvalue > 1e-3
 
 
+IMAGE = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+SHAPED = RandomCrop(2), Cutout(3), ColorJitter(0.4), CutMix(8)
+
+
+def on(transform: Any, image: Any = IMAGE, **fields: Any) -> Any:
+    """A call with four images, whose labels are their numbers."""
+    batch = {"image": image, "label": torch.arange(len(image)), **fields}
+    return lambda: transform(batch, RowRandom(range(len(image))))
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda: RandomCrop((0, 3)), "size=0"),
         (lambda: RandomCrop(padding=-1), "padding=-1"),
-        (lambda: RandomCrop((20, 3))(batch_of([1]), numbers([1])), r"size=\(20, 3\)"),
+        (on(RandomCrop((20, 3))), r"size=\(20, 3\)"),
         (lambda: RandomFlip(1.5), "p=1.5"),
         (lambda: RandomFlip(dim=0), "dim=0"),
         (lambda: Cutout(0), "size=0"),
         (lambda: ColorJitter(contrast=-0.1), "contrast=-0.1"),
         (lambda: MixUp(alpha=0), "alpha=0"),
         (lambda: CutMix(0), "num_classes=0"),
-        (lambda: MixUp()(batch_of([1, 2]), numbers([1, 2])), "num_classes"),
+        (on(MixUp()), "num_classes"),
+        (lambda: Compose([3]), "transforms=3"),  # type: ignore[list-item]
         (lambda: Compose([lambda batch, generator: batch]), "generator"),
+        (lambda: Compose([RandomFlip(), OnSuperBatch(MixUp(5))]), r"OnSuperBatch\(Compose"),
+        *(
+            (on(transform, torch.rand(shape)), r"'image'.*B, C, H, W")
+            for transform in SHAPED
+            for shape in ((8, 8, 8), (8, 7), (8, 3, 2, 8, 8))
+        ),
+        (on(RandomFlip(1.0, dim=-2), IMAGE[:, 0, 0, :2]), "'image'.*dim=-2"),
+        (on(RandomFlip(1.0, dim=-1), IMAGE[:, 0, 0, 0]), "'image'.*dim=-1"),
+        *(
+            (on(ColorJitter(0.4), torch.ones(4, 3, 8, 8).to(dtype)), "'image'")
+            for dtype in (torch.int16, torch.int64, torch.bool)
+        ),
+        # Far outside of [0, 1].
+        *((on(ColorJitter(0.4), IMAGE * scale), "'image'") for scale in (255, -3)),
+        (on(MixUp(2), label=torch.rand(4, 2)), r"'label'.*num_classes"),
+        (on(MixUp(2), IMAGE.to(torch.uint8)), r"'image'.*uint8"),
+        (on(RandomFlip(fields="picture")), r"'picture'.*'image'"),
+        (lambda: RandomFlip()((IMAGE,), RowRandom(range(4))), "tuple"),  # type: ignore[arg-type]
     ],
 )
-def test_invalid_argument_raises(make: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_what_cannot_be_augmented_is_named(make: Any, words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
         make()
 
 
-def test_compose_rejects_what_cannot_be_called() -> None:
-    with pytest.raises(TypeError, match="transforms=3"):
-        Compose([3])  # type: ignore[list-item]
-
-
-@pytest.mark.parametrize("transform", [RandomCrop(2), Cutout(3), ColorJitter(0.4), CutMix(8)])
-@pytest.mark.parametrize("shape", [(8, 8, 8), (8, 7), (8, 3, 2, 8, 8)])
-def test_images_of_another_shape_are_named(transform: Any, shape: tuple[int, ...]) -> None:
-    batch = {"image": torch.rand(shape), "label": torch.arange(8)}
-    with pytest.raises(ValueError, match=r"'image'.*B, C, H, W"):
-        transform(batch, RowRandom(range(8)))
-
-
-@pytest.mark.parametrize(("dim", "shape"), [(-2, (4, 2)), (-1, (4,))])
-def test_rows_are_not_flipped(dim: int, shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=f"'image'.*dim={dim}"):
-        RandomFlip(1.0, dim=dim)({"image": torch.rand(shape)}, RowRandom(range(4)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_color_jitter_keeps_the_dtype(dtype: torch.dtype) -> None:
-    image = (torch.rand(4, 3, 8, 8) * (255 if dtype == torch.uint8 else 1)).to(dtype)
-    out = ColorJitter(0.4, 0.4, 0.4)({"image": image}, RowRandom(range(4)))["image"]
+    out = ColorJitter(0.4, 0.4, 0.4)({"image": IMAGE.to(dtype)}, RowRandom(range(4)))["image"]
     assert out.dtype == dtype
-    reference = ColorJitter(0.4, 0.4, 0.4)({"image": image.float() / 255}, RowRandom(range(4)))
-    if dtype == torch.uint8:
-        assert (out.float() / 255 - reference["image"]).abs().max() <= 0.5 / 255 + 1e-6
-
-
-@pytest.mark.parametrize("dtype", [torch.int16, torch.int64, torch.bool])
-def test_color_jitter_rejects_other_dtypes(dtype: torch.dtype) -> None:
-    batch = {"image": torch.ones(4, 3, 8, 8).to(dtype)}
-    with pytest.raises(ValueError, match="'image'"):
-        ColorJitter(0.4)(batch, RowRandom(range(4)))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.bool])
@@ -313,26 +306,6 @@ def test_classes_of_any_integer_dtype_are_mixed(dtype: torch.dtype) -> None:
     mixed = MixUp(2)(batch, RowRandom(range(4)))
     expected = MixUp(2)({**batch, "label": labels}, RowRandom(range(4)))
     assert torch.equal(mixed["label"], expected["label"])
-
-
-def test_mixed_fields_that_cannot_be_mixed_are_named() -> None:
-    image = torch.rand(4, 3, 8, 8)
-    with pytest.raises(ValueError, match=r"'label'.*num_classes"):
-        MixUp(2)({"image": image, "label": torch.rand(4, 2)}, RowRandom(range(4)))
-    with pytest.raises(ValueError, match=r"'image'.*uint8"):
-        MixUp(2)({"image": image.to(torch.uint8), "label": torch.arange(4)}, RowRandom(range(4)))
-
-
-def test_batches_and_fields_that_are_missing_are_named() -> None:
-    with pytest.raises(ValueError, match=r"'picture'.*'image'"):
-        RandomFlip(fields="picture")({"image": torch.rand(4, 3, 8, 8)}, RowRandom(range(4)))
-    with pytest.raises(TypeError, match="tuple"):
-        RandomFlip()((torch.rand(4, 3, 8, 8),), RowRandom(range(4)))  # type: ignore[arg-type]
-
-
-def test_super_batch_inside_of_compose_raises() -> None:
-    with pytest.raises(ValueError, match=r"OnSuperBatch\(Compose"):
-        Compose([RandomFlip(), OnSuperBatch(MixUp(5))])
 
 
 @pytest.mark.parametrize(

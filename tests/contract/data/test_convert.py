@@ -9,7 +9,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
@@ -36,7 +38,7 @@ from tests.support.models import (
     make_trainer,
     weights,
 )
-from tests.support.processes import in_processes, launch
+from tests.support.processes import in_processes
 from tests.support.versions import weights_only
 
 TRAIN, VAL, OTHER, TEST = Points(63), Points(20, 100), Points(7, 200), Points(25, 300)
@@ -663,7 +665,7 @@ class Divided(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         assert self.trainer is not None
-        self.calls.append(f"setup {stage}")
+        self.calls.append(f"setup {TrainerFn(stage).value}")
         if self.trainer.global_rank == self.fails_on:
             raise OSError("no such dataset")
         assert (self.out / "downloaded").exists()
@@ -676,35 +678,22 @@ class Divided(L.LightningDataModule):
         return DataLoader(self.val, 8, sampler=DistributedSampler(self.val, shuffle=False))
 
 
-def fit(out: Path, strategy: str) -> dict[str, Any]:
-    """Train from the converted data module, and from one written by hand."""
-    theirs = Divided(out)
-    made = MemmapDataModule.from_datamodule(theirs, store_dir=out / "made")
-    datasets = Points(64), Points(32, 100)
-    written = MemmapDataModule(*datasets, store_dir=out / "by_hand", batch_size=8)
-    found: dict[str, Any] = {}
-    for name, data in (("made", made), ("by_hand", written)):
-        module = Regression()
-        trainer = make_trainer(out, strategy=strategy, devices=2, max_epochs=2)
-        trainer.fit(module, data)
-        found[name] = {"seen": module.seen, "weights": weights(module)}
-    return {
-        **found,
-        "calls": [str(call).replace("TrainerFn.FITTING", "fit") for call in theirs.calls],
-    }
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "memmap_superbatch_ddp"])
+@in_processes(2)
 def test_converted_data_module_trains_as_one_written_by_hand(tmp_path: Path, strategy: str) -> None:
-    ranks = launch(fit, tmp_path, processes=2, strategy=strategy)
-    for rank, result in enumerate(ranks):
-        assert result["calls"] == ["prepare_data"] * (rank == 0) + ["setup fit"]
-        assert result["made"]["seen"] == result["by_hand"]["seen"]
-        assert torch.equal(result["made"]["weights"], result["by_hand"]["weights"])
-        assert torch.equal(result["made"]["weights"], ranks[0]["made"]["weights"])
-    rows = [row for rank in ranks for step in rank["made"]["seen"]["train"][:4] for row in step]
-    assert sorted(rows) == list(range(64))
+    theirs = Divided(tmp_path)
+    made = MemmapDataModule.from_datamodule(theirs, store_dir=tmp_path / "made")
+    datasets = Points(64), Points(32, 100)
+    written = MemmapDataModule(*datasets, store_dir=tmp_path / "by_hand", batch_size=8)
+    assert_same(tmp_path, made, written, Regression, strategy=strategy, devices=2)
+    options: dict[str, Any] = {"strategy": strategy, "devices": 2, "max_epochs": 1}
+    seen, found = run(tmp_path, Regression(), made, **options)
+    assert theirs.calls == (["prepare_data"] * (dist.get_rank() == 0) + ["setup fit"]) * 2
+    ranks: list[Any] = [None, None]
+    dist.all_gather_object(ranks, (seen["train"], found))
+    assert sorted(row for steps, _ in ranks for step in steps for row in step) == list(range(64))
+    assert torch.equal(ranks[0][1], ranks[1][1])
 
 
 @pytest.mark.slow

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
+from tests.support.datasets import Made
 from tests.support.models import make_trainer
-from tests.support.processes import launch
+from tests.support.processes import in_processes
 
 pytestmark = pytest.mark.slow
 
@@ -28,16 +28,10 @@ ROW_BYTES = 64 * 2**10
 _PRESENT = np.uint64(1 << 63)
 
 
-class Blocks(Dataset[Tensor]):
+class Blocks(Made):
     """Row ``i``: 64 KiB of the number ``i``."""
 
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    def __getitem__(self, row: int) -> Tensor:
+    def sample(self, row: int) -> Any:
         return torch.full((ROW_BYTES,), row % 251, dtype=torch.uint8)
 
 
@@ -90,91 +84,59 @@ def mappings_of(path: Path) -> list[Mapping]:
     return found
 
 
-class Watch(L.Callback):
-    """Looks at the mappings of the training store while all processes train."""
-
-    def __init__(self) -> None:
-        self.trained: list[Mapping] = []
-        self.read_whole: list[Mapping] = []
-        self.present = torch.empty(0)
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        store = data.stores["train"]
-        path = store.files / "value.memmap"
-        trainer.strategy.barrier()
-        self.trained = mappings_of(path)
-        self.present = self.trained[0].present()
-        trainer.strategy.barrier()
-        store.tensors[0].sum()
-        trainer.strategy.barrier()
-        self.read_whole = mappings_of(path)
-        trainer.strategy.barrier()
-
-
-def train(out: Path, devices: int, rows: int, num_shards: int) -> dict[str, Any]:
-    """Train for an epoch with each residency on a store of ``rows`` x 64 KiB."""
-    seen = {}
-    for residency in ("device", "mmap"):
-        seen[residency] = train_once(out, devices, rows, num_shards, residency)
-        # The Trainer, its loops and the data module hold each other.
-        gc.collect()
-    return seen
-
-
-def train_once(
-    out: Path, devices: int, rows: int, num_shards: int, residency: str
-) -> dict[str, Any]:
-    data = MemmapDataModule(
-        Blocks(rows),
-        store_dir=out / "stores",
-        batch_size=8,
-        num_shards=num_shards,
-        residency=residency,
-    )
-    watch = Watch()
-    trainer = make_trainer(
-        out, strategy="ddp", devices=devices, callbacks=[watch], limit_val_batches=0
-    )
-    trainer.fit(Mean(), data)
-    return {
-        "trained": [mapping.bytes_of for mapping in watch.trained],
-        "present": watch.present,
-        "read whole": [mapping.bytes_of for mapping in watch.read_whole],
-    }
-
-
 ROWS, SHARDS, PROCESSES = 1024, 8, 2
 STORE_BYTES = ROWS * ROW_BYTES
 #: What the kernel maps with a page that is read: at most one huge page.
 AROUND_BYTES = 2 * 2**20
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps and pagemap")
-def test_ddp_processes_share_pages_and_read_their_own_shards_alone(tmp_path: Path) -> None:
-    options = {"devices": PROCESSES, "rows": ROWS, "num_shards": SHARDS}
-    ranks = launch(train, tmp_path, processes=PROCESSES, **options)
-    for rank, seen in enumerate(ranks):
-        for residency in ("device", "mmap"):
-            assert_own_shards(seen[residency], rank)
-            assert_shared(seen[residency])
+class Watch(L.Callback):
+    """Looks at the mappings of the training store while all processes train."""
+
+    def on_train_epoch_end(self, trainer: Any, _: L.LightningModule) -> None:
+        store = trainer.datamodule.stores["train"]
+        path = store.files / "value.memmap"
+        trainer.strategy.barrier()
+        (trained,) = mappings_of(path)
+        assert_own_shards(trained.present(), trainer.global_rank)
+        trainer.strategy.barrier()
+        store.tensors[0].sum()
+        trainer.strategy.barrier()
+        (read_whole,) = mappings_of(path)
+        assert_shared(read_whole.bytes_of)
+        trainer.strategy.barrier()
 
 
-def assert_own_shards(seen: dict[str, Any], rank: int) -> None:
+def assert_own_shards(present: Tensor, rank: int) -> None:
     """All pages of its own shards were read while it loaded or trained, and no others."""
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    present = seen["present"].view(SHARDS, -1)
+    present = present.view(SHARDS, -1)
     own = torch.arange(SHARDS) % PROCESSES == rank
     assert present[own].all()
-    margin = AROUND_BYTES // page_bytes
+    margin = AROUND_BYTES // os.sysconf("SC_PAGE_SIZE")
     assert present.shape[1] > 3 * margin
     assert not present[~own][:, margin:-margin].any()
 
 
-def assert_shared(seen: dict[str, Any]) -> None:
+def assert_shared(size: dict[str, int]) -> None:
     """Once both processes have read all, each has half of one copy, in one mapping, unchanged."""
-    assert len(seen["trained"]) == len(seen["read whole"]) == 1
-    (mapping,) = seen["read whole"]
-    assert mapping["Size"] == mapping["Rss"] == STORE_BYTES
-    assert mapping["Pss"] == pytest.approx(STORE_BYTES / PROCESSES, rel=0.01)
-    assert mapping["Private_Dirty"] == mapping["Anonymous"] == 0
+    assert size["Size"] == size["Rss"] == STORE_BYTES
+    assert size["Pss"] == pytest.approx(STORE_BYTES / PROCESSES, rel=0.01)
+    assert size["Private_Dirty"] == size["Anonymous"] == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps and pagemap")
+@in_processes(PROCESSES)
+def test_ddp_processes_share_pages_and_read_their_own_shards_alone(tmp_path: Path) -> None:
+    for residency in ("device", "mmap"):
+        data = MemmapDataModule(
+            Blocks(ROWS),
+            store_dir=tmp_path / "stores",
+            batch_size=8,
+            num_shards=SHARDS,
+            residency=residency,
+        )
+        trainer = make_trainer(tmp_path, strategy="ddp", devices=PROCESSES, callbacks=[Watch()])
+        trainer.fit(Mean(), data)
+        # The Trainer, its loops and the data module hold each other.
+        del trainer, data
+        gc.collect()
