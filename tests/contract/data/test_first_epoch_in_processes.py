@@ -132,7 +132,7 @@ def sets_of(order: str) -> dict[str, Dataset[Any]]:
 
 
 def assert_none_is_read_twice(order: str, out: Path) -> Counter[tuple[str, int]]:
-    """Check that no rows were read again but the few that a build compares. Return what was read."""
+    """Check that only the few rows that a build compares were read again. Return what was read."""
     read = Counter[tuple[str, int]]()
     for name in sets_of(order):
         found = Counter(map(int, (out / f"{name}.rows").read_text().split()))
