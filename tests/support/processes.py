@@ -206,9 +206,9 @@ def mean_losses(ranks: list[dict[str, Any]]) -> torch.Tensor:
     return (losses * rows).sum(0) / rows.sum(0)
 
 
-def expected_batches(rows: int, global_batch: int, epoch: int) -> list[list[int]]:
-    """The rows of each step of an epoch of a data module in 24 shards, with seed 0."""
-    order = order_rows(make_sampler(rows, 24, 0, shuffle=True), epoch, 0, rows)
+def expected_batches(rows: int, global_batch: int, epoch: int, seed: int = 0) -> list[list[int]]:
+    """The rows of each step of an epoch of a data module in 24 shards."""
+    order = order_rows(make_sampler(rows, 24, seed, shuffle=True), epoch, 0, rows)
     plan = BatchSchedule(rows, global_batch, 24)
     return [order[slice(*plan.bounds(step))] for step in range(len(plan))]
 

@@ -8,16 +8,11 @@ import torch
 from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.loading.row_random import RowRandom
-from lightning_memmap.transforms import OnSuperBatch
+from lightning_memmap.transforms import OnSuperBatch, RowRandom
 from tests.support.models import Points, Regression, make_trainer, weights
 from tests.support.processes import launch
 from tests.support.training import make_strategy
 from tests.support.versions import weights_only
-
-# The resumed runs save nothing.
-pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-
 
 ROWS, GLOBAL_BATCH = 63, 12
 SAVE_AT = 4

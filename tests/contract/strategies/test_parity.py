@@ -10,12 +10,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.sampling.schedule import BatchSchedule
 from tests.support.models import Points, Regression, make_trainer, weights
-from tests.support.rows import make_sampler, order_rows
+from tests.support.processes import expected_batches
 
 NUM_ROWS = 331
-NUM_SHARDS = 24
 EPOCHS = 3
 SEED = 5
 #: The bound where kernels may add up in another order. What is seen is mostly 0.
@@ -52,16 +50,12 @@ class StockData(L.LightningDataModule):
 
     def __init__(self, global_batch: int) -> None:
         super().__init__()
-        self.sampler = make_sampler(NUM_ROWS, NUM_SHARDS, SEED, shuffle=True)
-        self.plan = BatchSchedule(NUM_ROWS, global_batch, NUM_SHARDS)
+        self.global_batch = global_batch
 
     def train_dataloader(self) -> Any:
         assert self.trainer is not None
         epoch = self.trainer.current_epoch
-        steps = [
-            order_rows(self.sampler, epoch, *self.plan.bounds(step))
-            for step in range(len(self.plan))
-        ]
+        steps = expected_batches(NUM_ROWS, self.global_batch, epoch, SEED)
         return DataLoader(Points(NUM_ROWS), batch_sampler=steps)
 
     def val_dataloader(self) -> Any:
@@ -77,29 +71,19 @@ def fit_stock(path: Path, global_batch: int) -> Recorder:
     return module
 
 
-def assert_bitwise(found: Recorder, expected: Recorder) -> None:
-    assert found.seen == expected.seen
-    assert torch.equal(torch.stack(found.losses), torch.stack(expected.losses))
-    assert torch.equal(weights(found), weights(expected))
-
-
 @pytest.mark.parametrize(
     ("devices", "batch_size"), [(1, 64), (2, 32), (4, 16), (8, 8), (3, 16), (6, 8)]
 )
-def test_weights_on_many_devices_are_those_of_stock_lightning(
+def test_weights_on_many_devices_are_those_of_one_and_of_stock_lightning(
     tmp_path: Path, devices: int, batch_size: int
 ) -> None:
     found = fit_superbatch(tmp_path, devices, batch_size)
+    one = fit_superbatch(tmp_path, 1, devices * batch_size)
+    assert found.seen == one.seen
+    assert torch.equal(torch.stack(found.losses), torch.stack(one.losses))
+    assert torch.equal(weights(found), weights(one))
     stock = fit_stock(tmp_path, devices * batch_size)
     assert found.seen == stock.seen
     torch.testing.assert_close(torch.stack(found.losses), torch.stack(stock.losses), **TOLERANCE)
     torch.testing.assert_close(weights(found), weights(stock), **TOLERANCE)
     assert (weights(found) - weights(Recorder())).abs().max() > 0.1
-
-
-@pytest.mark.parametrize(("devices", "batch_size"), [(2, 32), (4, 16), (8, 8), (3, 16)])
-def test_weights_on_many_devices_are_bitwise_those_of_one(
-    tmp_path: Path, devices: int, batch_size: int
-) -> None:
-    many = fit_superbatch(tmp_path, devices, batch_size)
-    assert_bitwise(many, fit_superbatch(tmp_path, 1, devices * batch_size))

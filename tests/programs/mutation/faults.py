@@ -866,7 +866,7 @@ _CALLBACKS = [
         "return data_rank not in data_ranks[: trainer.global_rank]",
         "return True",
         (
-            "tests/contract/strategies/test_predictions.py::test_ddp_tables_of_all_ranks_are_whole_or_refused_by_all",
+            "tests/callbacks/test_prediction_table_in_processes.py::test_ddp_tables_of_all_ranks_are_whole_or_refused_by_all",
         ),
     ),
     Fault(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
@@ -25,6 +26,8 @@ from tests.support.datasets import in_dataset_order
 from tests.support.models import Points, Regression, make_trainer
 from tests.support.processes import launch, launch_any
 from tests.support.store.layout import is_empty
+
+pytestmark = pytest.mark.slow
 
 
 class Failing(Regression):
