@@ -152,7 +152,8 @@ def test_fit_that_max_steps_ended_is_resumed_as_if_it_had_not(
         for checkpoint in saved.glob("*.ckpt"):
             num_done = torch.load(checkpoint, weights_only=True)["global_step"]
             checked.add(num_done)
-            for end in ENDS:
+            # What saves a checkpoint and how the resumed run ends do not depend on each other.
+            for end in ENDS if saver == "default" else ENDS[stop % 3 :][:1]:
                 check(whole, fit(tmp_path, checkpoint, **end, **options), num_done)
     assert checked
 

@@ -9,13 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from time import monotonic, sleep
 
+from tests.support.processes import free_port
+
 _LIMIT_S = 60.0
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @contextmanager
