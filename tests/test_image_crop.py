@@ -12,7 +12,6 @@ import sklearn  # noqa: F401  # Sets environment variables when it is imported.
 import torch
 from PIL import Image, ImageOps
 from scipy import stats
-from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule, image_crop
 from lightning_memmap.errors import DatasetError
@@ -21,7 +20,7 @@ from lightning_memmap.images import decode_image
 from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.schema import Decode
 from lightning_memmap.schema.forms import use_center_crops
-from tests.support.datasets import photographs
+from tests.support.datasets import Wrapped, photographs
 from tests.support.models import Brightness, make_trainer, set_up
 
 DECODERS = [
@@ -165,7 +164,7 @@ class TestDecoding:
         files = [photo((60, 50)) for _ in range(24)]
         files[7] = files[7][:400]
         data = MemmapDataModule(
-            Files(files),
+            stored(files),
             store_dir=tmp_path,
             batch_size=8,
             decode={"image": Decode(size=16, crop="random_resized")},
@@ -175,15 +174,8 @@ class TestDecoding:
             list(data.train_dataloader())
 
 
-class Files(Dataset[dict[str, Any]]):
-    def __init__(self, files: list[bytes]) -> None:
-        self.files = files
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        return {"row": row, "image": self.files[row], "copy": self.files[row]}
+def stored(files: list[bytes]) -> Wrapped:
+    return Wrapped([{"row": row, "image": data, "copy": data} for row, data in enumerate(files)])
 
 
 @pytest.fixture(scope="module")
@@ -212,8 +204,8 @@ class Noting(Brightness):
 def fit(path: Path, files: list[bytes], strategy: str, devices: int, **options: Any) -> Noting:
     decode = Decode(size=(12, 16), crop="random_resized")
     data = MemmapDataModule(
-        Files(files),
-        Files(files[:6]),
+        stored(files),
+        stored(files[:6]),
         store_dir=path / "stores",
         batch_size=12 // devices,
         decode={"image": decode, "copy": decode},

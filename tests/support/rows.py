@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from lightning_memmap.loading import row_file
 from lightning_memmap.loading.loader import SuperBatchLoader
@@ -40,6 +39,7 @@ from lightning_memmap.sampling.schedule import Blocks, default_block
 from lightning_memmap.schema import Decode, Windows
 from lightning_memmap.store import Store
 from lightning_memmap.store.series import make_fields, windowed
+from tests.support.datasets import Made
 
 CPU = torch.device("cpu")
 
@@ -78,7 +78,7 @@ def chosen_of(store: Store, subset: Chosen | None) -> Rows:
     return store.rows(subset.of(store.num_rows) if isinstance(subset, StridedRows) else subset)
 
 
-class NumberedRows(Dataset[dict[str, Any]]):
+class NumberedRows(Made):
     """Row ``i`` holds ``i``, and a small image that is made of it.
 
     Args:
@@ -87,16 +87,11 @@ class NumberedRows(Dataset[dict[str, Any]]):
     """
 
     def __init__(self, num_rows: int, pad_bytes: int = 0) -> None:
-        self.num_rows = num_rows
+        super().__init__(num_rows)
         self.pad = torch.zeros(pad_bytes, dtype=torch.uint8)
 
-    def __len__(self) -> int:
-        return self.num_rows
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < self.num_rows:
-            raise IndexError(index)
-        sample = {"row": index, "image": image_of(torch.tensor(index))}
+    def sample(self, row: int) -> dict[str, Any]:
+        sample = {"row": row, "image": image_of(torch.tensor(row))}
         return {**sample, "pad": self.pad} if len(self.pad) else sample
 
 
