@@ -72,7 +72,7 @@ class Block(nn.Module):
 
 
 class Deep(Regression):
-    """Three blocks between run_two linear layers.
+    """Three blocks between two linear layers.
 
     Args:
         tied: The second block has a parameter of the first. One of the third has its memory in
@@ -121,7 +121,7 @@ class Deep(Regression):
         return loss
 
     def configure_optimizers(self) -> Any:
-        # Adam would divide by the smallest of gradients, and so make rounding rejections large.
+        # Adam would divide by the smallest of gradients, and so make rounding errors large.
         return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
 
     def on_train_start(self) -> None:
@@ -153,7 +153,7 @@ class Normed(Regression):
 
 
 class Counting(Regression):
-    """Weighs its loss by what each process has counted, in buffers of run_two dtypes."""
+    """Weighs its loss by what each process has counted, in buffers of two dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ def fit(
     trainer_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Train run_two epochs, save ``<save>.ckpt``, and return the module."""
+    """Train two epochs, save ``<save>.ckpt``, and return the module."""
     strategy: Any = FSDP2Strategy(**options) if processes > 1 else "auto"
     trainer = make_trainer(
         out,
@@ -290,7 +290,7 @@ def save_first(out: Path, name: str) -> ModelCheckpoint:
 
 
 def run_two(out: Path) -> dict[str, Any]:
-    """All that run_two processes are asked."""
+    """All that two processes are asked."""
     blocks = {"wrap_classes": ["Block"]}
     found: dict[str, Any] = {
         "blocks": make_report(fit(out, "blocks", **blocks)),
@@ -352,7 +352,7 @@ def checkpoints(out: Path, blocks: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_four(out: Path, folder: str) -> dict[str, Any]:
-    """Two copies, each sharded over run_two processes; and a run resumed from run_two processes."""
+    """Two copies, each sharded over two processes; and a run resumed from two processes."""
     blocks = {"wrap_classes": ["Block"], "processes": 4}
     clip = {"gradient_clip_val": 0.1}
     module = fit(out, "hybrid", replicate_size=2, trainer_options=clip, **blocks)
