@@ -188,6 +188,11 @@ def _packing_of(
     lengths: Callable[[str], Integers],
 ) -> _Pack:
     """Decide how the documents of a field are packed."""
+    if field.is_text and field.name in limits:
+        raise ValueError(
+            f"sampler=Packed({field.name!r}): the field is text: store its tokens, as a tensor of"
+            " integers"
+        )
     if field.is_text:
         return lambda rows, max_documents: rows.listed()
     if not field.num_variable:

@@ -10,7 +10,8 @@ many packs. 7 documents of 9 8 6 5 4 3 1 tokens in 2 shards, in packs of 10 toke
     positions   9 1 | 8 | 5 4 | 6 3      position p is a pack of shard p % 2
 
 With ``split=True``, the documents of a shard are concatenated and cut at multiples of the length.
-In blocks (``shuffle_block``), a pack has documents of one block; see documents.py.
+In blocks (``shuffle_block``), a pack has documents of one block. In both cases, shards are ranges
+of the files with equally many tokens; see documents.py.
 """
 
 import math
@@ -94,7 +95,7 @@ class Packed(ReprAsCall, SamplerFactory):
         max_documents: The most documents of a pack. By default, packs have as many as fit, and
             batches have room for a quarter more than the most that a pack of the first epoch has.
         split: Concatenate the rows of a shard in a random order, and cut them at multiples of
-            ``length``, as for pre-training. Only a shard's last packs need padding.
+            ``length``, as for pre-training. Only the last pack of a shard needs padding.
         shares: The share of each training set by its name in ``train_dataset``, as for `Mixture`.
             An epoch then has as many tokens as all sets together, and the rows of a set are read
             again and again, in each shard equally often within 1. If a set has only a few rows in
@@ -181,6 +182,8 @@ class Packed(ReprAsCall, SamplerFactory):
                 have more documents than ``max_documents`` under ``split=True``, all rows of a field
                 have one length, or the rows are windows.
         """
+        if self.split:
+            return self._make_from_line(pool, seed, fields, None)
         lengths = self._lengths(pool, fields)
         kept = self._kept(lengths, pool)
         sets = None if self.shares is None else self._sets(pool)
@@ -198,7 +201,12 @@ class Packed(ReprAsCall, SamplerFactory):
         Raises:
             ValueError: As for `make`; or a block has fewer rows than packs.
         """
-        # In the order of the files.
+        return self._make_from_line(pool, seed, fields, block)
+
+    def _make_from_line(
+        self, pool: Pool, seed: int, fields: Fields, block: int | None
+    ) -> "PackedSampler":
+        """Make the sampler from the documents in the order of the files."""
         pool = Pool.of(pool.rows, pool.num_shards, is_striped=False)
         lengths = self._lengths(pool, fields)
         kept = self._kept(lengths, pool)
@@ -213,7 +221,7 @@ class Packed(ReprAsCall, SamplerFactory):
         weights = weights_of(line.lengths.array, options)
         if sets is None:
             divide_by = partial(divide, pool, kept, line, options)
-            return _plan_in_blocks(
+            return _plan_from_line(
                 pool, seed, options, divide_by, int(weights.sum()), len(lengths), block
             )
         assert isinstance(pool.rows, JoinedRows)
@@ -224,7 +232,7 @@ class Packed(ReprAsCall, SamplerFactory):
         self._check_sets(names, readings, divided[1].set_counts)
         total = math.ceil((weights * readings[sets]).sum())
         divide_by = partial(_repeat_streams, *divided)
-        return _plan_in_blocks(pool, seed, options, divide_by, total, len(lengths), block)
+        return _plan_from_line(pool, seed, options, divide_by, total, len(lengths), block)
 
     def _sets(self, pool: Pool) -> Integers:
         """Return the training set of each row of a pool, by its index."""
@@ -268,7 +276,9 @@ class Packed(ReprAsCall, SamplerFactory):
         means = np.bincount(sets, tokens, num_sets) / np.maximum(1, set_counts)
         return shares * tokens.sum() / np.maximum(1, means), set_counts
 
-    def _check_sets(self, names: Sequence[str], drawn: Integers, counts: Integers | None) -> None:
+    def _check_sets(
+        self, names: Sequence[str], drawn: NDArray[Any], counts: Integers | None
+    ) -> None:
         """Check that each shard has documents of each set that is drawn from."""
         assert counts is not None
         lacking = np.argwhere((drawn > 0) & (counts == 0))
@@ -354,10 +364,14 @@ class Packed(ReprAsCall, SamplerFactory):
         index, which = np.argwhere(is_long)[0].tolist()
         name = [*self.limits][which]
         row = int(pool.dataset_rows(np.array([index]))[0])
+        # Rows of several fields, or of mixed sets, can't all be cut.
+        can_split = len(self.limits) == 1 and self.shares is None
+        choices = "'drop'" if len(self.limits) > 1 else "'truncate' or 'drop'"
+        choices = f"'split', {choices}" if can_split else choices
         raise ValueError(
             f"{self!r}: row {row} has {lengths[index, which]} items of field {name!r}, and"
             f" {np.count_nonzero(is_long.any(axis=1))} of {len(lengths)} rows exceed length:"
-            " increase length, or use overflow='split', 'truncate' or 'drop'"
+            f" increase length, or use overflow={choices}"
         )
 
 
@@ -386,12 +400,12 @@ def _plan(pool: Pool, seed: int, options: PackOptions, documents: Documents) -> 
         needed = np.full_like(needed, most)
     num_packs = (most - 1) * pool.num_shards + int(np.count_nonzero(needed == most))
     sampler = replace(draft, pool=pool, documents=documents, num_packs=num_packs)
-    available = tokens[order] if options.split else documents.num_available
+    available = documents.num_available
     if (available < sampler.counts).any():
         raise ValueError(
             f"num_shards={pool.num_shards}: one shard of the {pool.num_rows} rows needs {most}"
             f" packs of {options.length} tokens, and another one has only {available.min()}"
-            f" {'tokens' if options.split else 'documents'}: set a smaller num_shards"
+            " documents: set a smaller num_shards"
         )
     return _with_room(sampler, needs.largest)
 
@@ -412,14 +426,14 @@ def _repeat_streams(pool: Pool, documents: Documents, packs: Integers) -> tuple[
     return pool, replace(documents, streams=np.arange(packs.size))
 
 
-def _plan_in_blocks(
+def _plan_from_line(
     pool: Pool,
     seed: int,
     options: PackOptions,
     divide_by: Callable[[Integers], tuple[Pool, Documents]],
     num_tokens: int,
     num_rows: int,
-    block: int,
+    block: int | None,
 ) -> "PackedSampler":
     """Find the fewest packs, equally many in each block, in which the documents of blocks fit.
 
@@ -430,12 +444,14 @@ def _plan_in_blocks(
         divide_by: Returns a pool and its documents for the packs of each shard and block.
         num_tokens: What the documents of an epoch take of its packs, in tokens.
         num_rows: Rows of an epoch.
-        block: Rows of a shard in a block.
+        block: Rows of a shard in a block; None for a single block.
     """
     num_shards = pool.num_shards
     limit = _NO_LIMIT if options.max_documents is None else options.max_documents
-    num_packs = max(num_shards, -(-num_tokens // options.length))
-    num_blocks = min(-(-num_rows // (num_shards * block)), num_packs // num_shards)
+    num_packs = max(min(num_shards, num_rows), -(-num_tokens // options.length))
+    num_blocks = 1
+    if block is not None:
+        num_blocks = max(1, min(-(-num_rows // (num_shards * block)), num_packs // num_shards))
     while True:
         # Packs of a shard in a block.
         size = -(-num_packs // (num_shards * num_blocks))
@@ -446,7 +462,7 @@ def _plan_in_blocks(
             documents=Documents.of(np.ones((0, 1), np.int64), np.zeros(1, np.int64), options),
             num_packs=num_packs,
             max_documents=limit,
-            shuffle_block=size,
+            shuffle_block=None if block is None else size,
         )
         targets = draft.group_packs.ravel()
         divided, documents = divide_by(draft.group_packs)
@@ -457,11 +473,17 @@ def _plan_in_blocks(
         lacking = np.flatnonzero(needs.available < targets)
         if len(lacking):
             group = int(lacking[0])
+            where = f"num_shards={num_shards}: a shard has"
+            remedy = "set a smaller num_shards"
+            if block is not None:
+                where = (
+                    f"shuffle_block={block}, set or computed for residency='stream': a block of one"
+                    " shard has"
+                )
+                remedy = "set a larger shuffle_block, a smaller num_shards, or split=True"
             raise ValueError(
-                f"shuffle_block={block}, set or computed for residency='stream': a block of one"
-                f" shard has {needs.available[group]} {'tokens' if options.split else 'documents'}"
-                f" for {targets[group]} packs of {options.length} tokens: set a larger"
-                " shuffle_block, a smaller num_shards, or split=True"
+                f"{where} {needs.available[group]} {'tokens' if options.split else 'documents'} for"
+                f" {targets[group]} packs of {options.length} tokens: {remedy}"
             )
         # Other epochs draw other documents, which may need more packs.
         margin = 1 if options.shares is None else _MIXTURE_MARGIN

@@ -297,6 +297,13 @@ def test_forms_that_packs_do_not_have_are_an_error(
         batches_of(data_of(tmp_path).with_options(**options))
 
 
+def test_packed_text_is_an_error(tmp_path: Path) -> None:
+    rows = [{"text": "a" * (1 + row % 7)} for row in range(20)]
+    data = MemmapDataModule(rows, store_dir=tmp_path, sampler=Packed("text", LENGTH))
+    with pytest.raises(ValueError, match=r"'text'.*tokens"):
+        batches_of(data)
+
+
 def test_documents_of_one_length_are_packed_where_declared(tmp_path: Path) -> None:
     rows = [{"tokens": torch.arange(20), "labels": torch.arange(20)} for _ in range(3)]
     options: Any = {"store_dir": tmp_path, "num_shards": 1, "sampler": Packed("tokens", LENGTH)}

@@ -126,11 +126,16 @@ def test_packing_leaves_little_unused(num_rows: int, num_shards: int, most: floa
     assert cut.num_positions - num_shards <= lengths.sum() / 2048 <= cut.num_positions
 
 
-def test_neighbouring_packs_cost_about_the_same() -> None:
+@pytest.mark.parametrize("block", [None, 400])
+def test_neighbouring_packs_cost_about_the_same(block: int | None) -> None:
     lengths = random_lengths(20_000, median=300, limit=2048)
     sampler = made(lengths, 2048, 24)
+    if block is not None:
+        factory = Packed("tokens", 2048)
+        pool = pool_of(20_000, 24)
+        sampler = factory.make_in_blocks(pool, 0, Table(20_000, tokens=lengths), block)
     costs = np.array([sum(n * n for *_, n in pack) for pack in all_packs(sampler, 2)], float)
-    for devices in (2, 4, 8):
+    for devices in (2, 3, 4, 6, 8, 12):
         steps = costs[: len(costs) // devices * devices].reshape(-1, devices)
         aligned = (steps.max(axis=1) / steps.mean(axis=1) - 1).mean()
         shuffled = np.random.default_rng(0).permutation(costs)[: steps.size].reshape(steps.shape)
