@@ -47,9 +47,9 @@ class TitledTable:
 
 
 def make_table(
-    labels: Sequence[str], rows: Iterable[Sequence[Text]], words: Collection[str] = ()
+    labels: Sequence[str], rows: Iterable[Sequence[object]], words: Collection[str] = ()
 ) -> Table:
-    """Make a table that mostly fits into eighty columns."""
+    """Make a table that mostly fits into eighty columns. Cells are texts, or become texts."""
     table = Table(
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0, collapse_padding=True
     )
@@ -65,7 +65,7 @@ def make_table(
             overflow="fold" if is_left else "ellipsis",
         )
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(cell if isinstance(cell, Text) else text(cell) for cell in row))
     return table
 
 

@@ -15,7 +15,7 @@ from lightning_memmap.errors import MemmapError, StoreError, nearest_file
 from lightning_memmap.host_memory import available_bytes
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import build_store, verify_store
-from lightning_memmap.tables import GOOD, make_table, text
+from lightning_memmap.tables import GOOD, make_table
 
 _NUM_ROWS = 1000
 
@@ -34,7 +34,7 @@ def doctor(args: list[str]) -> int:
         reason = "is a file" if folder.exists() else f"does not exist{nearest_file(folder)}"
         print_error(ValueError(f"{folder} {reason}: pass a folder"))
         return 2
-    rows = [[text(name), text(value)] for name, value in describe_machine(folder.absolute())]
+    rows = describe_machine(folder.absolute())
     console = Console(markup=False)
     console.print(make_table(("machine", "found"), rows, ("found",)))
     try:

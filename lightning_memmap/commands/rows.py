@@ -27,7 +27,7 @@ from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import BatchSchedule, steps_to_skip
 from lightning_memmap.store import Store
 from lightning_memmap.store.series import make_fields
-from lightning_memmap.tables import check_page, make_table, render_page, text, write_atomically
+from lightning_memmap.tables import check_page, make_table, render_page, write_atomically
 
 _DESCRIPTION = """List the rows of the global batch of any step, device by device, or the rows with
 the largest results. The order of rows is computed: no data is loaded."""
@@ -244,7 +244,7 @@ def _list_results(options: RowsOptions, order: Sampler | None) -> _Listing:
     return _Listing(
         entries,
         f"{options.results}, epoch {epoch}: rows by {options.sort}",
-        make_table([*columns], [[*map(text, entry.values())] for entry in shown]),
+        make_table([*columns], [[*entry.values()] for entry in shown]),
         [", ".join(map(" ".join, entry.items())) for entry in shown],
         [] if order is None else order.pool.rows.store_rows(rows.numpy()).tolist(),
     )
@@ -288,7 +288,7 @@ def _list_step(order: Sampler, step: dict[str, Any]) -> _Listing:
     return _Listing(
         step,
         title,
-        make_table(labels, [[*map(text, line)] for line in lines], labels[2:]),
+        make_table(labels, lines, labels[2:]),
         [f"row {_format_row(row)}, data device {device}" for row, device in pairs],
         order.pool.rows.store_rows(dataset_rows).tolist(),
     )

@@ -15,7 +15,7 @@ from lightning_memmap.store import Store, verify_store
 from lightning_memmap.store.directory import list_unknown_files
 from lightning_memmap.store.paths import path_or_url
 from lightning_memmap.store.progress import show_progress
-from lightning_memmap.tables import make_table, printable, text
+from lightning_memmap.tables import make_table, printable
 
 #: The names of classes are cut off after this many characters.
 _MAX_CLASSES_TEXT = 160
@@ -63,7 +63,7 @@ def print_info(store: Store, console: Console) -> None:
     rows = []
     for field, column in zip(store.schema.fields, manifest.columns, strict=True):
         row_bytes = column.mean_bytes(1)
-        cells = (
+        row = (
             field.name,
             str(field.dtype).removeprefix("torch."),
             field.shape,
@@ -72,7 +72,7 @@ def print_info(store: Store, console: Console) -> None:
             format_bytes(column.num_bytes),
             format_bytes(row_bytes * -(-store.num_rows // store.num_shards)),
         )
-        rows.append([*map(text, cells)])
+        rows.append(row)
     console.print(make_table(labels, rows, labels[1:4]))
 
 
@@ -84,11 +84,9 @@ def verify(path: str) -> int:
     """
     is_damaged = False
     for store in open_readable_stores(path).values():
-        if isinstance(store, Exception):
-            print_error(store)
-            is_damaged = True
-            continue
         try:
+            if isinstance(store, Exception):
+                raise store
             is_damaged |= _verify_store(store)
         except (MemmapError, OSError) as error:
             print_error(error)

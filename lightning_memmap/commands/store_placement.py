@@ -90,14 +90,14 @@ def plan_devices(stores: Mapping[str, Manifest], counts: range, machine: Machine
     for count in counts:
         if small := [name for name, manifest in stores.items() if manifest.num_rows < count]:
             reason = text(f"{small[0]} has {stores[small[0]].num_rows}", UNSURE)
-            rows.append([text(count), *map(text, "----"), text("none", UNSURE), reason])
+            rows.append([count, *"----", text("none", UNSURE), reason])
             continue
         plans[count] = use = plan_memory(stores, count, machine)
         sizes = (use.on_devices, use.in_host_memory, use.on_disk, use.fullest_device)
         residency = text(use.residency, GOOD if use.residency == "device" else UNSURE)
         is_restriped = any(manifest.num_shards % count for manifest in stores.values())
         order = text("re-striped", UNSURE) if is_restriped else text("as stored")
-        rows.append([text(count), *map(text, map(format_bytes, sizes)), residency, order])
+        rows.append([count, *map(format_bytes, sizes), residency, order])
     title = (
         f"{format_bytes(total)} of {', '.join(stores)} on devices of"
         f" {format_bytes(machine.device_bytes)}, {format_bytes(machine.device_budget)} of each for"

@@ -199,7 +199,7 @@ def loss_table(report: Report) -> TitledTable:
     losses = {result.variant: result.check_losses for result in report.variants}
     steps = evenly_spaced(max(map(len, losses.values()), default=0), _NUM_LOSSES)
     rows = [
-        [text(variant), *(_loss(values[step : step + 1]) for step in steps)]
+        [variant, *(_loss(values[step : step + 1]) for step in steps)]
         for variant, values in losses.items()
         if values
     ]
@@ -216,7 +216,7 @@ def figure_table(report: Report, key: str) -> TitledTable:
     keys = {name for result in report.timed_variants for name in result.figures}
     figures = [figure for figure in FIGURES.values() if figure.table == key and figure.key in keys]
     rows = [
-        [text(result.variant), *(_cell(figure, result) for figure in figures)]
+        [result.variant, *(_cell(figure, result) for figure in figures)]
         for result in report.timed_variants
     ]
     notes = [text(note, UNSURE) for note in _noise(report)] if key == FIGURES[SPEED].table else ()
@@ -264,11 +264,7 @@ def _cell(figure: Figure, result: VariantResult) -> Text:
 def missing_table(report: Report) -> TitledTable:
     """Make a table of the variants without a result, with the reasons."""
     rows = [
-        [
-            text(result.variant),
-            _STATUS[result.status],
-            text(shorten(result.reason, 500, placeholder="…")),
-        ]
+        [result.variant, _STATUS[result.status], shorten(result.reason, 500, placeholder="…")]
         for result in report.variants
         if result.status != "ok"
     ]

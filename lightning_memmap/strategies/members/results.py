@@ -118,7 +118,7 @@ class MemberResults:
             rows.append(["mean", *[""] * 5, *(_number(mean(c)) for c in columns)])
             rows.append(["std", *[""] * 5, *spreads])
         labels = ["member", "device", "status", "epochs", "steps", "seconds", *names]
-        table = make_table(labels, [[text(cell) for cell in row] for row in rows], ["status"])
+        table = make_table(labels, rows, ["status"])
         failures = [text(f"member {r.member}: {r.error}", BAD) for r in self.failed]
         return TitledTable(f"Members: {self.stage}", table, failures)
 
