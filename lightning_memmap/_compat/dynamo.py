@@ -14,8 +14,6 @@ def compiler_context(module: Any) -> Mapping[str, Any]:
 
 def original_function(function: Callable[..., Any]) -> Any:
     """Return the function that was compiled, however often it was compiled."""
-    if (innermost := _from_dynamo("innermost_fn")) is not None:
-        return innermost(function)
     while (wrapped := getattr(function, "_torchdynamo_orig_callable", None)) is not None:
         function = wrapped
     return function
@@ -32,10 +30,6 @@ def is_compiled(module: nn.Module) -> bool:
     """Return whether a module was compiled by itself, in place or as a wrapper around it."""
     if getattr(module, "_compiled_call_impl", None) is not None:
         return True
-    wrapper = _from_dynamo("OptimizedModule")
-    return wrapper is not None and isinstance(module, wrapper)
-
-
-def _from_dynamo(name: str) -> Any:
     # Without the import of this module, which takes a second, nothing was compiled.
-    return getattr(sys.modules.get("torch._dynamo.eval_frame"), name, None)
+    wrapper = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    return isinstance(module, wrapper)

@@ -5,8 +5,6 @@ import sys
 from pathlib import PurePath
 from typing import Any
 
-import torch
-from lightning.fabric.utilities import distributed
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies.launchers import subprocess_script
@@ -39,29 +37,19 @@ def _current_directory() -> str | None:
 
 
 #: The directory in which the program started, unless it changed it before this import.
-_BEGAN_IN = _current_directory()
+BEGAN_IN = _current_directory()
 
 
-def script_command() -> tuple[list[str], str | None]:
-    """Return the command that runs this program again, and the directory to run it in."""
+def script_command() -> list[str]:
+    """Return the command that runs this program again, in the directory `BEGAN_IN`."""
     main = sys.modules["__main__"]
     if main.__spec__ is None:
         # The path in sys.argv is relative to where the program began, unlike this one.
         script = getattr(main, "__file__", None) or sys.argv[0]
-        program = [os.path.join(_BEGAN_IN or "", script)]
+        program = [os.path.join(BEGAN_IN or "", script)]
     else:
         program = ["-m", main.__spec__.name]
-    return [sys.executable, *program, *sys.argv[1:]], _BEGAN_IN
-
-
-def share_threads(num_processes: int) -> None:
-    """Limit torch to this process's share of the CPU, unless OMP_NUM_THREADS is set."""
-    if (share := getattr(distributed, "_set_num_threads_if_needed", None)) is not None:
-        share(num_processes)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        num_threads = max(1, (os.cpu_count() or 1) // num_processes)
-        torch.set_num_threads(num_threads)
-        os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    return [sys.executable, *program, *sys.argv[1:]]
 
 
 def move_outputs(trainer: Any, folder: str) -> None:

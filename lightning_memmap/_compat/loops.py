@@ -1,12 +1,11 @@
 """Private names of Lightning's loops and loaders."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
 from lightning.pytorch import callbacks
 from lightning.pytorch.overrides import distributed
-from typing_extensions import override
 
 #: Callbacks that average weights of the whole module; Lightning has them since 2.6.
 WEIGHT_AVERAGING: tuple[type[L.Callback], ...] = tuple(
@@ -30,38 +29,33 @@ class BatchIndices(_SAMPLER):  # type: ignore[misc]
         self.seen_batch_indices: Any = rows
 
 
-class _RenewTrainLoader(L.Callback):
-    def __init__(self, epoch: int) -> None:
+class _Once(L.Callback):
+    def __init__(self, hook: str, action: Callable[[Any], None], epoch: int) -> None:
+        setattr(self, hook, self._run)
+        self._action = action
         self._epoch = epoch
 
-    @override
-    def on_train_epoch_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
+    def _run(self, trainer: Any, *_: Any) -> None:
         if trainer.current_epoch >= self._epoch:
-            _request_train_loader(trainer)
-            remove_callback(self, trainer)
+            self._action(trainer)
+            # A new list: the Trainer is iterating over this one.
+            trainer.callbacks = [other for other in trainer.callbacks if other is not self]
 
 
-class _RenewTrainLoaderAtStart(L.Callback):
-    @override
-    def on_fit_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
-        _request_train_loader(trainer)
-        remove_callback(self, trainer)
+def run_once(trainer: Any, hook: str, action: Callable[[Any], None], epoch: int = 0) -> None:
+    """Let a Trainer call a function with itself at one of its hooks, from an epoch on, once."""
+    trainer.callbacks = [*trainer.callbacks, _Once(hook, action, epoch)]
 
 
 def _request_train_loader(trainer: Any) -> None:
     trainer.fit_loop._combined_loader = None
 
 
-def remove_callback(callback: L.Callback, trainer: Any) -> None:
-    """Remove a callback, also while the Trainer is iterating over all of them."""
-    trainer.callbacks = [other for other in trainer.callbacks if other is not callback]
-
-
 def renew_train_loader_after_epoch(trainer: Any, epoch: int) -> None:
     """Let the Trainer request the training loader, and its length, again after an epoch."""
     # It does so once per fit. An epoch has another number of steps than the next one if it is
     # resumed from a checkpoint of another number of data devices, or one of them leaves steps out.
-    trainer.callbacks.append(_RenewTrainLoader(epoch))
+    run_once(trainer, "on_train_epoch_end", _request_train_loader, epoch)
 
 
 def renew_train_loader_at_start(trainer: Any) -> None:
@@ -71,7 +65,7 @@ def renew_train_loader_at_start(trainer: Any) -> None:
     Trainer has restored its counters, or even before it has read the checkpoint.
     """
     _request_train_loader(trainer)
-    trainer.callbacks.append(_RenewTrainLoaderAtStart())
+    run_once(trainer, "on_fit_start", _request_train_loader)
 
 
 def forget_validation_position(trainer: Any) -> None:

@@ -1,13 +1,12 @@
 """Sets the Trainer's counters to where the fit stood that a checkpoint was saved from."""
 
+from functools import partial
 from typing import Any
 
-import lightning as L
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.loop import _Loop
-from typing_extensions import override
 
-from lightning_memmap._compat.loops import remove_callback
+from lightning_memmap._compat.loops import run_once
 from lightning_memmap._compat.progress import FitPosition
 
 # The Trainer counts epochs and batches as ready, started, processed and completed, in this order.
@@ -176,16 +175,8 @@ def _step_schedulers(trainer: Any) -> None:
         loop._update_learning_rates("epoch", update_plateau_schedulers=False)
 
 
-class _Accumulate(L.Callback):
-    """Sets the number of batches of a group in the epoch that is resumed."""
-
-    def __init__(self, num_batches: int) -> None:
-        self._num_batches = num_batches
-
-    @override
-    def on_train_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
-        trainer.accumulate_grad_batches = self._num_batches
-        remove_callback(self, trainer)
+def _accumulate(num_batches: int, trainer: Any) -> None:
+    trainer.accumulate_grad_batches = num_batches
 
 
 def _accumulate_as_scheduled(trainer: Any) -> None:
@@ -194,4 +185,4 @@ def _accumulate_as_scheduled(trainer: Any) -> None:
         if isinstance(callback, GradientAccumulationScheduler):
             # Not yet: at its start the callback checks that no other number was set.
             number = callback.get_accumulate_grad_batches(trainer.current_epoch)
-            trainer.callbacks = [*trainer.callbacks, _Accumulate(number)]
+            run_once(trainer, "on_train_start", partial(_accumulate, number))

@@ -118,7 +118,6 @@ WITH_FALLBACK = """
     lightning.pytorch.callbacks:WeightAveraging
     lightning.pytorch.overrides.distributed:_IndexBatchSamplerWrapper
     lightning.pytorch.strategies.launchers.subprocess_script:_SubprocessScriptLauncher
-    lightning.fabric.utilities.distributed:_set_num_threads_if_needed
     lightning.pytorch.utilities.exceptions:_TunerExitException
 """
 #: The names are deleted once torch and Lightning have imported what they use themselves.

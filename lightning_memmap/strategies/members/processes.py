@@ -11,6 +11,7 @@ from time import perf_counter, sleep
 from types import FrameType
 from typing import Any, ClassVar
 
+import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
@@ -18,11 +19,11 @@ from rich import get_console
 from typing_extensions import override
 
 from lightning_memmap._compat.launchers import (
+    BEGAN_IN,
     ScriptLauncher,
     TunerExit,
     move_outputs,
     script_command,
-    share_threads,
 )
 from lightning_memmap.errors import describe_error
 from lightning_memmap.logged_process import LoggedProcess, on_sigterm
@@ -88,7 +89,7 @@ class MemberLauncher(ScriptLauncher):  # type: ignore[misc]
         self._calls[self._stage] += 1
         self._call = self._calls[self._stage]
         if self._num_members > 1:
-            share_threads(self._num_members)
+            _share_threads(self._num_members)
             if self.is_first:
                 self._start(self.root)
         returned = self._run_stage(trainer, function, *args, **kwargs)
@@ -143,12 +144,11 @@ class MemberLauncher(ScriptLauncher):  # type: ignore[misc]
                 path.unlink()
             for member in range(1, self._num_members):
                 variables = {MEMBER_VARIABLE: str(member), _DIRECTORY_VARIABLE: str(root)}
-                command, directory = script_command()
                 self._others[member] = LoggedProcess(
-                    command,
+                    script_command(),
                     self._output_path(member),
                     head=OUTPUT_HEAD,
-                    cwd=directory,
+                    cwd=BEGAN_IN,
                     env={**os.environ, **variables},
                     # Ctrl-C reaches all members.
                     start_new_session=False,
@@ -225,6 +225,14 @@ def member_of_this_process() -> int | None:
             f"{MEMBER_VARIABLE}={value!r}: set it to the number of a member, counted from 0"
         )
     return int(value)
+
+
+def _share_threads(num_processes: int) -> None:
+    """Limit torch to this process's fraction of the CPU, unless OMP_NUM_THREADS is set."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        num_threads = max(1, len(os.sched_getaffinity(0)) // num_processes)
+        torch.set_num_threads(num_threads)
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
 
 
 def _root_directory(trainer: Any) -> Path:
