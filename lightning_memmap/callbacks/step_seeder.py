@@ -1,6 +1,6 @@
 """`StepSeeder`: dropout that differs between ranks and survives a resume, under any strategy."""
 
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class StepSeeder(Callback):
 
     def __init__(self) -> None:
         self._seed = 0
-        self._context: AbstractContextManager[None] | None = None
+        self._stack = ExitStack()
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -40,8 +40,7 @@ class StepSeeder(Callback):
     ) -> None:
         strategy = trainer.strategy
         seed = seed_of_step(trainer, self._seed, find_data_parallel_rank(strategy)[0])
-        self._context = seeded(strategy.root_device, seed)
-        self._context.__enter__()
+        self._stack.enter_context(seeded(strategy.root_device, seed))
 
     @override
     def on_train_batch_end(
@@ -52,15 +51,10 @@ class StepSeeder(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        self._restore()
+        self._stack.close()
 
     @override
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
-        if self._context is not None:
-            self._context.__exit__(None, None, None)
-            self._context = None
+        self._stack.close()
