@@ -155,7 +155,7 @@ def _schedule(data: MemmapDataModule, order: Sampler, topology: DataTopology) ->
 
 @dataclass(frozen=True)
 class _Listing:
-    """What the command has found: as JSON, and as a line and a table."""
+    """The answer of the command: as JSON, and as a line and a table."""
 
     value: Any
     title: str

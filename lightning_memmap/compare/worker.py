@@ -81,16 +81,18 @@ def train_variant(
     if is_check:
         _turn_dropout_off(model)
         if not isinstance(trainer.strategy, SeededSteps):
-            # What a module draws by itself is then the same as under our strategies.
+            # The module then draws the same numbers as under our strategies.
             trainer.callbacks.append(StepSeeder())
         data = _record_hashes(spec, trainer, data, hashes)
     trained = variant_datamodule(
         data, variant, spec.global_batch, spec.out, transform_here=is_check
     )
     # A variant that builds its own store also has its own data module.
-    own = trained if isinstance(trained, MemmapDataModule) else data
+    datamodule_to_measure = trained if isinstance(trained, MemmapDataModule) else data
     trainer.callbacks.append(
-        CheckCallback(spec, own, hashes) if is_check else TimedCallback(spec, trainer)
+        CheckCallback(spec, datamodule_to_measure, hashes)
+        if is_check
+        else TimedCallback(spec, trainer)
     )
     trainer.fit(model, datamodule=trained)
 

@@ -37,7 +37,7 @@ class Replicas(nn.Module):
         self.devices = tuple(devices)
         #: The calls of ``self.log`` of each replica in a step.
         self.logs = [ReplicaLog() for _ in devices]
-        #: What each replica has logged for its rows in a step.
+        #: The values that each replica has logged for its rows in a step.
         self.logged_rows: list[dict[str, Tensor]] = []
         self.copies = [
             ModuleCopy(module, device, shares_parameters=device in devices[:index])
