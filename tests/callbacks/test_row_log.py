@@ -145,7 +145,6 @@ class PerDocument(RowLog, Regression):
         return self.net(torch.ones(1, 8)).mean()
 
 
-@pytest.mark.filterwarnings("ignore:.*was called without a model")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_packed_documents_have_a_value_each_through_a_resume(tmp_path: Path, devices: int) -> None:
     def fit_packed(fails: int, **options: Any) -> None:

@@ -16,7 +16,6 @@ from tests.support.processes import launch
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.usefixtures("quick_runs"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
 ]
 
 

@@ -26,7 +26,6 @@ from tests.support.models import Points, Regression, Sgd
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.usefixtures("quick_runs"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
 ]
 
 #: Strategies of one process. Those of several: `tests.compare.test_in_processes`.

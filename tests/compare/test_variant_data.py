@@ -33,10 +33,7 @@ from tests.compare.runs import (
 )
 from tests.support.models import Points, Regression
 
-pytestmark = [
-    pytest.mark.usefixtures("quick_runs"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
-]
+pytestmark = pytest.mark.usefixtures("quick_runs")
 
 
 class OwnData(MemmapDataModule):

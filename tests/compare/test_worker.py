@@ -29,7 +29,6 @@ from tests.support.models import Regression
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.usefixtures("quick_runs"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
     # LightningCLI calls what jsonargparse has renamed.
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
 ]

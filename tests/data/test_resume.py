@@ -12,10 +12,6 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.sampling import Weighted
 from tests.support.models import Points, Regression, make_trainer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-]
-
 
 def fit(
     path: Path,

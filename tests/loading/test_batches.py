@@ -178,7 +178,6 @@ class TestFabric:
             loader.of_process(0, 8)
 
 
-@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_loader_made_without_a_trainer_is_taken_by_trainers(tmp_path: Path) -> None:
     data = set_up(MemmapDataModule(Points(40), store_dir=tmp_path, batch_size=8, num_shards=4))
     seen = []

@@ -29,10 +29,7 @@ from tests.support.models import ByLbfgs, Penalised, Points, Regression, TwoOpti
 from tests.support.processes import in_processes, launch, sorted_steps
 from tests.support.versions import EMAWeightAveraging, weights_only
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-]
+pytestmark = pytest.mark.slow
 
 ROWS = 63
 GLOBAL_BATCH = 12

@@ -33,10 +33,6 @@ from tests.support.processes import launch
 from tests.support.reports import Reports
 from tests.support.versions import weights_only
 
-# The resumed runs save nothing.
-pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-
-
 #: Optimizer steps after which a run of two epochs is resumed: inside the first epoch, before the
 #: uneven step that ends it, at its end, and inside the second.
 RESUMED = (3, 6, 7, 10)

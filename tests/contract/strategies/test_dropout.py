@@ -120,10 +120,6 @@ def run(
     return {"whole": results[0], "resumed": results[2]}
 
 
-# The resumed runs save nothing.
-pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-
-
 def check_resumed(result: dict[str, Any]) -> None:
     """Compare the masks and weights of a resumed fit with those of a whole one, bit for bit."""
     whole, resumed = result["whole"], result["resumed"]

@@ -35,8 +35,6 @@ from tests.support.versions import weights_only
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < DEVICES, reason="needs two CUDA devices"),
-    # The resumed runs save nothing.
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
 ]
 
 

@@ -268,8 +268,6 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return rank
 
 
-# The resumed runs save nothing.
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_two_processes_train_and_resume_as_one(
     tmp_path: Path, one_process: dict[str, Any], variant: str

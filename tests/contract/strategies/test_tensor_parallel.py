@@ -25,10 +25,6 @@ from tests.support.models import Points, Regression, make_trainer, weights
 from tests.support.processes import global_batches, launch
 from tests.support.versions import weights_only
 
-# The resumed runs save nothing.
-pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-
-
 EPOCHS, GLOBAL_BATCH = 2, 16
 #: Of ten steps; they divide evenly. Lightning weighs processes, not rows.
 ROWS = 160

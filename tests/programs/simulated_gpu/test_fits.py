@@ -39,7 +39,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:You called `self.log.*but have no logger configured"),
     # The resumed run does not save.
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used"),
 ]
 
 

@@ -26,8 +26,6 @@ RESUMED = (3,)
 
 pytestmark = [
     pytest.mark.gpu,
-    # The resumed runs save nothing.
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
     # The reference runs on the CPU.
     pytest.mark.filterwarnings("ignore:GPU available but not used"),
 ]
