@@ -309,7 +309,7 @@ class TestErrors:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_even_cut_has_the_smallest_largest_stage(seed: int) -> None:
+def test_balanced_bounds_have_the_smallest_largest_stage(seed: int) -> None:
     dice = random.Random(seed)
     loads = [dice.choice([0, 1, 5, 20, 100]) for _ in range(dice.randint(1, 9))]
     num_stages = dice.randint(1, len(loads))
