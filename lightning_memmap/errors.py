@@ -78,7 +78,8 @@ class ReprAsCall:
     """A dataclass whose repr is the call that makes it, without the fields that are None."""
 
     def __repr__(self) -> str:
-        values = {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
+        ordered = sorted(fields(cast(Any, self)), key=lambda field: field.kw_only is True)
+        values = {field.name: getattr(self, field.name) for field in ordered}
         arguments = [
             f"{name}={short_repr(value)}" for name, value in values.items() if value is not None
         ]

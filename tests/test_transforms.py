@@ -12,8 +12,8 @@ import torch
 from tensordict import TensorDict
 
 from lightning_memmap.loading import RowList
-from lightning_memmap.loading.assembly import Assembler
 from lightning_memmap.loading.row_random import RowRandom
+from lightning_memmap.loading.super_batch import Assembler
 from lightning_memmap.loading.transform import DeviceTransform
 from lightning_memmap.store import Store
 from lightning_memmap.transforms import PerSample

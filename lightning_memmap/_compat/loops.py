@@ -1,6 +1,6 @@
 """Private names of Lightning's loops and loaders."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -24,9 +24,10 @@ def copy_hyperparameters(source: L.LightningDataModule, target: L.LightningDataM
 class BatchIndices(_SAMPLER):  # type: ignore[misc]
     """The batch sampler in which Lightning looks up the rows of a batch, for prediction writers."""
 
-    def __init__(self, sampler: Any, rows: Sequence[list[int]]) -> None:
+    def __init__(self, sampler: Any, rows: Any) -> None:
         self.sampler = sampler
-        self.seen_batch_indices: Any = rows
+        #: Lightning asks for its length and its entries.
+        self.seen_batch_indices = rows
 
 
 class _Once(L.Callback):

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_memmap.loading.seeding import seeded
+from lightning_memmap.loading.transform import seeded
 from lightning_memmap.placement.topology import find_data_parallel_rank
 from lightning_memmap.strategies.common.seeded_steps import seed_of_step
 

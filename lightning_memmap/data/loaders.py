@@ -5,9 +5,9 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import override
 
 from lightning_memmap._compat.progress import TrainerProgress
-from lightning_memmap.data.first_epoch import show_stored
 from lightning_memmap.data.options import DataOptions
 from lightning_memmap.data.set_up import SetUp
 from lightning_memmap.data.split_stores import SplitStores
@@ -15,10 +15,10 @@ from lightning_memmap.loading.batches import BatchLoader
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.packed_batch import PackedCollate
 from lightning_memmap.loading.split import SplitRows
+from lightning_memmap.loading.step_weight import make_item_counter
 from lightning_memmap.loading.super_batch import Collate
 from lightning_memmap.loading.variable_batch import LayoutCollate
 from lightning_memmap.placement.topology import find_data_parallel_rank
-from lightning_memmap.sampling.items import make_item_counter
 from lightning_memmap.sampling.packed import PackedSampler
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
@@ -51,26 +51,25 @@ def make_loader(
     topology = set_up.placement.topology
     is_training = split == "train"
     is_overfitting = set_up.planner.is_overfitting
-    training_options = dict[str, Any]()
+    order = set_up.placement.splits[split].order
+    training_options: dict[str, Any] = {}
     if is_training:
-        progress = None if trainer is None else TrainerProgress(trainer)
-        training_options = {"drop_last": options.drop_last, "progress": progress}
-        is_packed = isinstance(set_up.placement.splits[split].order, PackedSampler)
-        if is_overfitting and options.sampler is not None and not is_packed:
+        if is_overfitting and options.sampler is not None and not isinstance(order, PackedSampler):
             rank_zero_warn(
                 "overfit_batches: rows are read in dataset order, and sampler= is ignored: to"
                 " train on some rows in the sampler's order, use limit_train_batches or subset="
                 " instead"
             )
+        order = set_up.make_order(options)
+        training_options = _counting_options(order, set_up, options, trainer)
+        training_options["drop_last"] = options.drop_last
+        training_options["progress"] = None if trainer is None else TrainerProgress(trainer)
         if not is_overfitting:
             training_options["skip_steps"] = steps_to_skip(options.skip_steps)
             training_options["skipped"] = skipped
-    order = set_up.make_order(options) if is_training else set_up.placement.splits[split].order
     if trainer is not None:
         for column in order.epoch_columns:
             column.check_trainer(trainer)
-    if is_training:
-        training_options |= _counting_options(order, set_up, options, trainer)
     is_growing = any(store.pending is not None for store in set_up.stores.values())
     loader = SuperBatchLoader(
         set_up.rows[split],
@@ -87,7 +86,9 @@ def make_loader(
     if trainer is None:
         return BatchLoader(loader, topology.assemble_on or loader.data_devices[0])
     if is_growing and is_training:
-        show_stored(trainer)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Set in __init__.
+        if not any(isinstance(callback, _ShowStored) for callback in callbacks):
+            callbacks.append(_ShowStored())
     if not is_overfitting:
         loader.dataset = loader.batch_sizes
     return loader.placed(topology)
@@ -138,3 +139,17 @@ def _collate(split: str, set_up: SetUp, stores: SplitStores) -> Collate:
             schema, order, options.layout, lengths, sample, options.with_row_numbers
         )
     return LayoutCollate(schema, options.layout, options.decode, sample, options.with_row_numbers)
+
+
+class _ShowStored(L.Callback):
+    """Shows in the Trainer's progress bar which fraction of the training rows is stored."""
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        store = getattr(trainer.datamodule, "stores", {}).get("train")  # type: ignore[attr-defined]
+        if store is not None and store.pending is not None:
+            trainer.progress_bar_metrics["stored"] = store.pending.progress
+
+    @override
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.progress_bar_metrics.pop("stored", None)

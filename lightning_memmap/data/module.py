@@ -22,23 +22,27 @@ from lightning_memmap._compat.loops import (
 from lightning_memmap._compat.tensors import empty_caches
 from lightning_memmap.data.convert.loader_source import (
     TRANSFER_HOOKS,
+    LoadersModule,
     LoaderSource,
     check_source,
     chosen_options,
+    make_training_sets,
 )
-from lightning_memmap.data.convert.loader_tree import LoadersModule
-from lightning_memmap.data.convert.training_sets import TrainingSets
 from lightning_memmap.data.loaders import make_loader
-from lightning_memmap.data.option_attributes import OptionAttributes
-from lightning_memmap.data.options import OPTIONS, DataOptions, reject_loader_options
-from lightning_memmap.data.planner import Planner
-from lightning_memmap.data.reports import (
+from lightning_memmap.data.options import (
+    OPTIONS,
+    DataOptions,
+    OptionAttributes,
+    reject_loader_options,
+)
+from lightning_memmap.data.resume import Resume, renew_where_epochs_differ
+from lightning_memmap.data.set_up import (
+    Planner,
+    SetUp,
     name_stored_validation,
     print_placement,
     warn_of_slow_reads,
 )
-from lightning_memmap.data.resume import Resume, renew_where_epochs_differ
-from lightning_memmap.data.set_up import SetUp
 from lightning_memmap.data.split_stores import SplitStores, StoreOrigin
 from lightning_memmap.data.splits import SPLITS, SPLITS_OF_STAGE, has_several, name_datasets
 from lightning_memmap.errors import nearest
@@ -257,7 +261,8 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         self._builds: list[BackgroundBuild] = []
         #: The data module whose loaders are read, if any.
         self._source: LoaderSource | None = None
-        self._training_sets = TrainingSets()
+        #: The data modules of several training loaders, by key; empty if there is only one.
+        self._training_sets: dict[Any, MemmapDataModule] = {}
         self._fabric: L.Fabric | None = None
         if datamodule is not None:
             check_source(datamodule, MemmapDataModule)
@@ -289,7 +294,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         other._builds = []
         if self._source is not None:
             other._source = self._source.choosing(changes)
-            other._training_sets = TrainingSets()
+            other._training_sets = {}
         return other
 
     @classmethod
@@ -508,7 +513,9 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
 
     @property
     def _planner(self) -> Planner:
-        return Planner(self._split_stores, find_topology(self._strategy), self._is_overfitting)
+        # Lightning turns shuffling off only in a DataLoader.
+        is_overfitting = getattr(self.trainer, "overfit_batches", 0) > 0
+        return Planner(self._split_stores, find_topology(self._strategy), is_overfitting)
 
     @property
     def _rows(self) -> Mapping[str, SplitRows]:
@@ -527,11 +534,6 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         if self.trainer is None or self.trainer.state.status is not TrainerStatus.RUNNING:
             return None
         return self.trainer.state.fn
-
-    @property
-    def _is_overfitting(self) -> bool:
-        """Whether the Trainer wants no shuffling. Lightning only turns it off in a DataLoader."""
-        return getattr(self.trainer, "overfit_batches", 0) > 0
 
     @property
     def _is_quiet(self) -> bool:
@@ -559,9 +561,10 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             OSError: The disk is full, or the files cannot be written.
         """
         if self._source is not None:
-            self._source.prepare_data(self.trainer)
+            self._source.datamodule.trainer = self.trainer
+            self._source.datamodule.prepare_data()
             self._read_loaders(None, in_advance=True)
-        for training_set in self._training_sets:
+        for training_set in self._training_sets.values():
             training_set.prepare_data()
         stores = self._split_stores
         stores.check()
@@ -611,7 +614,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         elif error is not None:
             raise error
         if (stage or self._running or "fit") == "fit":
-            for training_set in self._training_sets:
+            for training_set in self._training_sets.values():
                 training_set.setup("fit")
 
     def _make_set_up(self, stage: str | None) -> SetUp:
@@ -669,7 +672,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         self._end_builds()
         if self._set_up is not None:
             empty_caches(self._set_up.placement.topology.data_devices)
-        for training_set in self._training_sets:
+        for training_set in self._training_sets.values():
             training_set.teardown(stage)
         if self._source is not None:
             self._source.datamodule.teardown(stage)  # type: ignore[arg-type]  # As we were called.
@@ -677,7 +680,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Stop background builds; the next run continues them."""
-        for training_set in self._training_sets:
+        for training_set in self._training_sets.values():
             training_set.on_exception(exception)
         self._end_builds()
         if self._source is not None:
@@ -699,8 +702,14 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             return
         if stage is None:
             stage = self._running
-        self.options = source.read(self.options, stage, self.trainer, in_advance=in_advance)
-        self._training_sets.update(self, source.options_of_sets())
+        self._use(source.read(self.options, stage, self.trainer, in_advance=in_advance))
+
+    def _use(self, options: DataOptions) -> None:
+        """Use options that were read from the source, here and for each of several loaders."""
+        assert self._source is not None
+        self.options = options
+        sets = self._source.options_of_sets()
+        self._training_sets = make_training_sets(self, sets, self._training_sets)
 
     def read_training_loaders(self) -> None:
         """Read the training loaders of the source, unless any of its loaders were read before."""
@@ -711,8 +720,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         """Read the loaders of a split again if the Trainer reloads them in later epochs."""
         trainer: Any = self.trainer
         if self._source is not None and trainer and trainer.reload_dataloaders_every_n_epochs:
-            self.options = self._source.read_again(self.options, kind)
-            self._training_sets.update(self, self._source.options_of_sets())
+            self._use(self._source.read_again(self.options, kind))
 
     # Loaders
 
@@ -733,7 +741,8 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         """
         self._read_again("train")
         if self._source is not None and (tree := self._source.training_sets) is not None:
-            return tree.combine(self._training_sets.train_dataloaders())
+            sets = self._training_sets.items()
+            return tree.combine({key: data.train_dataloader() for key, data in sets})
         trainer = self.trainer
         # Until the Trainer has restored its counters, it only uses the length of the loader.
         is_early = trainer is not None and is_restoring(trainer)
@@ -842,19 +851,15 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             counters at the last batch that the weights were trained on. After `load_state_dict`,
             the loaded state until a fit resumes from it. Empty before there is a training loader.
         """
-        state = self._training_state()
+        resume = self._resume or Resume()
+        if self._resume is None and (loader := self._train_loader) is not None:
+            is_validating = None if self.trainer is None else self.trainer.validating
+            stores = None if self._set_up is None else self._set_up.train_stores
+            resume = Resume(*loader.position(), is_validating, stores)
+        state = resume.as_dict()
         if self._source is not None and (state_of_source := self._source.datamodule.state_dict()):
-            return {**state, "datamodule": state_of_source}
+            state["datamodule"] = state_of_source
         return state
-
-    def _training_state(self) -> dict[str, Any]:
-        if self._resume is not None:
-            return self._resume.as_dict()
-        if (loader := self._train_loader) is None:
-            return {}
-        is_validating = None if self.trainer is None else self.trainer.validating
-        stores = None if self._set_up is None else self._set_up.train_stores
-        return Resume(*loader.position(), is_validating, stores).as_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume the next fit from a saved state. Outside of a fit, the state is only checked.

@@ -1,10 +1,10 @@
-"""The options of a data module: one frozen value, checked when it is created."""
+"""The options of a data module: one frozen value, and the attributes that read and set it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from lightning_memmap.data.splits import SPLITS, check_datasets
 from lightning_memmap.errors import check_integer
@@ -32,6 +32,7 @@ from lightning_memmap.store.paths import StoreUrl, path_or_url
 from lightning_memmap.store.workers import check_num_workers
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 #: The smallest value of each count, and the message of the error for smaller ones.
 _COUNTS = {
@@ -129,8 +130,7 @@ class DataOptions:
                 f"weight={self.weight!r}: pass the name of a field, or a function of the batch that"
                 " returns the number of items of each row"
             )
-        self._check_sampler()
-        self._check_block()
+        self._check_order()
         self._check_build()
         read_declared(self.variable, self.nullable)
         if self.layout is not None:
@@ -184,32 +184,26 @@ class DataOptions:
         if reason is not None:
             raise ValueError(f"build='while_training' with {reason}, or use build='first'")
 
-    def _check_sampler(self) -> None:
-        if self.sampler is None:
-            return
+    def _check_order(self) -> None:
+        # Under residency="stream" a block is also the number of rows that are read at once.
+        if self.shuffle_block is not None and not (self.shuffle or self.is_streamed):
+            raise ValueError(
+                f"shuffle_block={self.shuffle_block} with shuffle=False: nothing is shuffled:"
+                " remove one of them, or set residency='stream'"
+            )
         maker: object = self.sampler
         if isinstance(maker, partial):
             # jsonargparse passes a class of a config as an argument of its factory.
             maker = Sampler if Sampler in (maker.func, *maker.args) else maker
-        is_class = isinstance(maker, type)
-        if is_class or not (callable(maker) or isinstance(maker, SamplerFactory)):
+        can_make = maker is None or callable(maker) or isinstance(maker, SamplerFactory)
+        if isinstance(maker, type) or not can_make:
             raise TypeError(
                 f"sampler={maker!r}: must be a factory such as Weighted(...), or a function of the"
                 " pool and the seed that returns a Sampler: lambda pool, seed: MySampler(pool)"
             )
-        if not self.shuffle:
+        if maker is not None and not self.shuffle:
             raise ValueError(
                 "shuffle=False with sampler=...: the sampler decides the order: remove one of them"
-            )
-
-    def _check_block(self) -> None:
-        if self.shuffle_block is None:
-            return
-        # Under residency="stream" it is also the number of rows that are read at once.
-        if not self.shuffle and not self.is_streamed:
-            raise ValueError(
-                f"shuffle_block={self.shuffle_block} with shuffle=False: nothing is shuffled:"
-                " remove one of them, or set residency='stream'"
             )
 
     def _check_subset(self) -> None:
@@ -315,3 +309,80 @@ def _directory(store_dir: object) -> Path | StoreUrl:
 
 #: The names of all options.
 OPTIONS = tuple(field.name for field in fields(DataOptions))
+
+
+class Option(Generic[T]):
+    """An attribute that is read from ``owner.options``, and checked when it is set."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Any, kind: type) -> T:
+        value: Any = self if owner is None else getattr(owner.options, self._name)
+        return value  # type: ignore[no-any-return]  # Of the class, the option itself.
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        if "options" not in vars(owner):
+            raise AttributeError(
+                f"{self._name}: call super().__init__() before you set an option of the data module"
+            )
+        owner._set_option(self._name, value)
+
+
+class OptionAttributes:
+    """The options of a data module, each as an attribute."""
+
+    options: DataOptions
+
+    train_dataset = Option[Any]()
+    val_dataset = Option[Any]()
+    test_dataset = Option[Any]()
+    predict_dataset = Option[Any]()
+    store_dir = Option[Path | StoreUrl]()
+    batch_size = Option[int]()
+    transform = Option[Callable[..., Any] | None]()
+    eval_transform = Option[Callable[..., Any] | None]()
+    shuffle = Option[bool]()
+    drop_last = Option[bool]()
+    seed = Option[int]()
+    num_shards = Option[int | None]()
+    residency = Option[str]()
+    memory_fraction = Option[float]()
+    num_workers = Option[int]()
+    overwrite = Option[bool]()
+    fingerprint = Option[str | Mapping[str, str] | None]()
+    subset = Option[Selection | Mapping[str, Subset] | None]()
+    member = Option[int | None]()
+    shuffle_block = Option[int | None]()
+    sampler = Option[Any]()
+    variable = Option[Sequence[str] | Mapping[str, int] | None]()
+    nullable = Option[Sequence[str] | None]()
+    layout = Option[Mapping[str, Any] | None]()
+    decode = Option[Mapping[str, Any] | None]()
+    windows = Option[Windows | None]()
+    with_row_numbers = Option[bool]()
+    skip_steps = Option[Any]()
+    build = Option[str]()
+    prefetch = Option[int | None]()
+    eval_batch_size = Option[int | Mapping[str, int] | None]()
+    weight = Option[Callable[[Any], Any] | str | None]()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Reject class attributes that would silently replace arguments."""
+        super().__init_subclass__(**kwargs)
+        for name in OPTIONS:
+            if name in vars(cls) and not isinstance(vars(cls)[name], property):
+                raise TypeError(
+                    f"class {cls.__name__} has an attribute {name!r}, which is an argument of"
+                    f" MemmapDataModule: call super().__init__({name}=...) instead"
+                )
+
+    @property
+    def effective_options(self) -> DataOptions:
+        """The options, with the values of those that a subclass has overridden as properties."""
+        names = [name for name in OPTIONS if isinstance(getattr(type(self), name), property)]
+        overridden = {name: getattr(self, name) for name in names}
+        return replace(self.options, **overridden) if overridden else self.options
+
+    def _set_option(self, name: str, value: Any) -> None:
+        self.options = replace(self.options, **{name: value})

@@ -11,7 +11,7 @@ from lightning_memmap._compat.loops import renew_train_loader_after_epoch
 from lightning_memmap._compat.progress import FitPosition
 from lightning_memmap._compat.resuming import settle_counters
 from lightning_memmap.loading.loader import SuperBatchLoader
-from lightning_memmap.loading.state import LoaderState
+from lightning_memmap.loading.progress import LoaderState
 
 
 class Resume(msgspec.Struct, frozen=True):

@@ -9,7 +9,6 @@ from operator import length_hint
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_memmap.data.members import find_fold, find_member
 from lightning_memmap.data.options import DataOptions
 from lightning_memmap.data.splits import has_several, name_argument, name_datasets
 from lightning_memmap.errors import (
@@ -79,8 +78,25 @@ class SplitStores:
         text = str(self.options.store_dir)
         if "{member}" not in text:
             return self.options.store_dir
-        member = find_member(self.options, self.strategy, f"store_dir={text!r}")
+        member = self._member(f"store_dir={text!r}")
         return path_or_url(text.replace("{member}", str(member)))
+
+    def _member(self, reason: str) -> int:
+        """Return the number of the member that this process trains.
+
+        Args:
+            reason: The argument that needs the member, for the error.
+        """
+        member: int | None = self.options.member
+        if member is None:
+            # memmap_independent knows its member.
+            member = getattr(self.strategy, "member", None)
+        if member is None:
+            raise ValueError(
+                f"{reason}: the member is unknown: train with strategy='memmap_independent', or set"
+                " member=..."
+            )
+        return member
 
     def stored_split(self, split: str) -> str:
         """Return the split whose store holds the rows of a split, such as ``train`` for a fold."""
@@ -160,7 +176,13 @@ class SplitStores:
                     # It may have been changed in place.
                     self._check(split, store)
                 return None
-        self._check_not_one(split)
+        kind, _, name = split.partition("/")
+        if name and is_store(Path(self.directory) / kind):
+            raise StoreError(
+                f"store_dir: {self.directory / kind} is the store of a single {kind}_dataset, so"
+                " the stores of several can't be written there: choose another store_dir, or delete"
+                " this store"
+            )
         if not length_hint(dataset, 1):
             raise ValueError(
                 f"{name_argument(split)}: the dataset is empty: pass None, or a dataset with rows"
@@ -250,7 +272,13 @@ class SplitStores:
             if dataset is None and "/" in split:
                 raise self.missing(split) from None
             if dataset is None:
-                self._check_not_several(split)
+                # At a URL, searching would take longer than opening a store.
+                names = list_stores(path) if isinstance(path, Path) else []
+                if names:
+                    raise ValueError(
+                        f"{split}_dataset=None, and {path} contains the stores of several datasets:"
+                        f" name them in order with {split}_dataset={dict.fromkeys(names)}"
+                    ) from None
                 # Not an error before its loader is requested: a Trainer keeps a data module, and
                 # sets it up for stages that use other loaders.
                 return None
@@ -286,7 +314,7 @@ class SplitStores:
         if selection is None:
             return None
         try:
-            fold = find_fold(selection, self.options, self.strategy)
+            fold = self._fold(selection)
         except ValueError:
             if store.pending is None:
                 # An error that every fold would raise is more useful.
@@ -305,6 +333,24 @@ class SplitStores:
                 f"{error}. With Windows over {', '.join(map(repr, windows.fields))},"
                 f" subset={self.options.subset!r} selects whole series, each with all its windows"
             ) from error
+
+    def _fold(self, selection: Selection) -> int:
+        """Return the fold or part of a selection that this process uses; 0 if there is only one."""
+        count = selection.num_members
+        if count is None:
+            return 0
+        reason = f"subset={self.options.subset!r}"
+        member = self._member(reason)
+        if self.options.member is not None:
+            if member >= count:
+                raise ValueError(f"member={member} with {reason}: choose 0 to {count - 1}")
+        elif (num_members := self.strategy.num_members) % count:
+            raise ValueError(
+                f"{reason} with {num_members} members: some folds would be trained less often than"
+                f" others: use {count} members or a multiple of it, with devices=... or"
+                f" IndependentStrategy(num_members={count})"
+            )
+        return member % count
 
     def missing(self, split: str) -> StoreNotFoundError:
         """Return the error for a loader of a split that has no rows."""
@@ -341,23 +387,3 @@ class SplitStores:
             self.options.fingerprint_of(split),
             store.manifest.generation,
         )
-
-    def _check_not_one(self, split: str) -> None:
-        """Check that stores of several datasets would not be written into the store of one."""
-        kind, _, name = split.partition("/")
-        path = Path(self.directory) / kind
-        if name and is_store(path):
-            raise StoreError(
-                f"store_dir: {path} is the store of a single {kind}_dataset, so the stores of"
-                " several can't be written there: choose another store_dir, or delete this store"
-            )
-
-    def _check_not_several(self, split: str) -> None:
-        """Check that a directory without a store is not a directory of several stores."""
-        path = self.directory / split
-        # At a URL, searching would take longer than opening a store.
-        if isinstance(path, Path) and (names := list_stores(path)):
-            raise ValueError(
-                f"{split}_dataset=None, and {path} contains the stores of several datasets: name"
-                f" them in order with {split}_dataset={dict.fromkeys(names)}"
-            )

@@ -5,19 +5,19 @@ row_source       the contract of a source: memory, or a stream
 memory           rows in the file mapping, or copied to a device or the host
 stream           rows read block by block (row_file)
 fetch            fetches the rows of the next steps (buffers, device_streams)
-decoding         decodes the images of the next steps in threads (image_decoder, ahead)
+decoding         decodes the images of the next steps in threads (ahead)
 variable_rows    rows that differ in length: padded, jagged or listed
 variable_batch   collates a batch, each field in its form
 packed_rows      the documents of a field, pack after pack
 packed_batch     fetches packs, and collates a batch of them (packing)
-transform        runs batch transforms repeatably (row_random, philox, seeding)
-super_batch      collates, transforms and assembles the batches of a step (assembly, nested)
-step_weight      the weight of a process in the loss of a step (batch_items)
-loader           yields super-batches, or assembled batches (progress, state, prefetch)
+transform        runs batch transforms repeatably (row_random, philox)
+super_batch      collates, transforms and assembles the batches of a step (nested)
+step_weight      the weight of a process in the loss of a step
+loader           yields super-batches, or assembled batches (progress, prefetch)
 batches          yields batches without a Trainer
 """
 
-from lightning_memmap.loading.image_decoder import Scaled
+from lightning_memmap.loading.decoding import Scaled
 from lightning_memmap.loading.packing import Packing
 from lightning_memmap.loading.variable_rows import Padded
 from lightning_memmap.schema.fields import RowList

@@ -54,15 +54,20 @@ class BufferPool:
             self._slots = []
         for slot in self._slots:
             if self._is_idle(slot):
-                return self._views(slot, num_rows)
-        slot = empty_buffers(self.fields, self._num_rows)
-        if not self._slots:
-            self._idle_count = max(map(storage_use_count, slot), default=0)
-        if len(self._slots) == self._max_slots:
-            # The consumer keeps many batches.
-            del self._slots[0]
-        self._slots.append(slot)
-        return self._views(slot, num_rows)
+                break
+        else:
+            slot = empty_buffers(self.fields, self._num_rows)
+            if not self._slots:
+                self._idle_count = max(map(storage_use_count, slot), default=0)
+            if len(self._slots) == self._max_slots:
+                # The consumer keeps many batches.
+                del self._slots[0]
+            self._slots.append(slot)
+        # New tensors, because the use counts of the pool's own tensors show which sets are idle.
+        if num_rows == self._num_rows:
+            # Three times as fast as slices.
+            return [tensor.detach() for tensor in slot]
+        return [tensor[:num_rows] for tensor in slot]
 
     def _is_idle(self, slot: Buffers) -> bool:
         for tensor in slot:
@@ -73,13 +78,6 @@ class BufferPool:
             if shared or tensor.is_inference() != torch.is_inference_mode_enabled():
                 return False
         return True
-
-    def _views(self, slot: Buffers, num_rows: int) -> Buffers:
-        # New tensors, because the use counts of the pool's own tensors show which sets are idle.
-        if num_rows == self._num_rows:
-            # Three times as fast as slices.
-            return [tensor.detach() for tensor in slot]
-        return [tensor[:num_rows] for tensor in slot]
 
 
 def memory_for(

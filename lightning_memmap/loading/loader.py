@@ -1,7 +1,7 @@
 """The super-batch loader: one super-batch per step, from the shards of all data devices."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -16,30 +16,37 @@ import torch
 from lightning_memmap._compat.loops import BatchIndices
 from lightning_memmap._compat.progress import FitPosition, TrainerProgress
 from lightning_memmap.errors import check_integer
-from lightning_memmap.loading.batch_items import CountInBatch, weight_of_batch
+from lightning_memmap.loading.device_streams import has_streams
 from lightning_memmap.loading.fetch import Fetcher
-from lightning_memmap.loading.prefetch import default_prefetch, prefetched
-from lightning_memmap.loading.progress import LoaderProgress
+from lightning_memmap.loading.prefetch import prefetched
+from lightning_memmap.loading.progress import LoaderProgress, LoaderState
 from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.loading.row_source import Fetched, Steps, released_error
 from lightning_memmap.loading.split import SplitRows
-from lightning_memmap.loading.state import LoaderState
 from lightning_memmap.loading.step_weight import (
+    CountItems,
     DeliveredSteps,
     item_weights,
     row_weights,
 )
-from lightning_memmap.loading.super_batch import Collate, StepSeeds, SuperBatch, make_collator
+from lightning_memmap.loading.super_batch import (
+    Collate,
+    Collator,
+    CountInBatch,
+    StepSeeds,
+    SuperBatch,
+)
 from lightning_memmap.loading.transform import BatchTransform
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling.identity import difference_of
-from lightning_memmap.sampling.items import CountItems
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import BatchSchedule, SkippedSteps
 
 #: Limits of the positions and steps that are located at once.
 _LOCATED_POSITIONS = 2**18
 _LOCATED_STEPS = 1024
+#: Steps to prefetch for a device that works asynchronously.
+_DEFAULT_PREFETCH = 2
 
 
 class SuperBatchLoader:
@@ -92,7 +99,7 @@ class SuperBatchLoader:
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.seed = seed
-        self._collator = make_collator(collate, transform)
+        self._collator = Collator(collate, transform)
         #: The device that batches are assembled on, usually the root device; None for
         #: super-batches.
         self.device: torch.device | None = None
@@ -102,9 +109,9 @@ class SuperBatchLoader:
         #: Tells the strategy how to weight the loss of a step. Copies of the loader share it.
         self.delivered = DeliveredSteps()
         self._count_items = count_items
-        self._count_in_batch = count_in_batch
         self._epoch = 0
-        self._progress = LoaderProgress(self._state_at_start(), progress, self.delivered)
+        start = self._state_at_start()
+        self._progress = LoaderProgress(start, progress, self.delivered, count_in_batch)
         self._renew_rows = renew_rows
         self._skip_steps = skip_steps
         self._skipped_before = skipped or SkippedSteps()
@@ -216,8 +223,9 @@ class SuperBatchLoader:
 
     def prefetch_on(self, device: torch.device) -> int:
         """Return the steps to prefetch for a consumer on a device."""
-        option = self._prefetch_option
-        return default_prefetch(device) if option is None else option
+        if self._prefetch_option is not None:
+            return self._prefetch_option
+        return _DEFAULT_PREFETCH if has_streams(device) else 0
 
     def of_process(self, rank: int, size: int) -> "SuperBatchLoader":
         """Return a copy that serves the rows of one of several processes."""
@@ -326,7 +334,7 @@ class SuperBatchLoader:
         # Lazy up to the first next(): Lightning calls iter() before it sets the epoch and loads the
         # state.
         if self.prefetch:
-            deliver = self._count_and_deliver
+            deliver = self._progress.deliver
             return prefetched(self._steps(), self.device, self.data_devices, self.prefetch, deliver)
         return self._delivered_steps()
 
@@ -336,9 +344,7 @@ class SuperBatchLoader:
         deliver = self._progress.deliver
         for super_batch in self._steps():
             item = super_batch if device is None else assemble(super_batch, device)
-            if self._count_in_batch is not None:
-                super_batch.weight = weight_of_batch(self._count_in_batch, super_batch, item)
-            deliver(super_batch)
+            deliver(super_batch, item)
             # Drop the reference, so that its memory can be reused for the next one.
             del super_batch
             yield item
@@ -374,12 +380,6 @@ class SuperBatchLoader:
     def _schedule(self, start: int, epoch: int) -> BatchSchedule:
         skipped = self.skipped.of_epoch(epoch, self.order.num_positions)
         return replace(self._whole_epoch, start=start, skipped=skipped)
-
-    def _count_and_deliver(self, super_batch: SuperBatch, batch: Any) -> None:
-        """Count a step as delivered, once its batch is known."""
-        if self._count_in_batch is not None:
-            super_batch.weight = weight_of_batch(self._count_in_batch, super_batch, batch)
-        self._progress.deliver(super_batch)
 
     def _steps(self) -> Iterator[SuperBatch]:
         """Yield the steps of the epoch, none of which counts as delivered yet."""
@@ -426,19 +426,8 @@ class SuperBatchLoader:
             stop = start + num_rows
             if collator.has_transform:
                 rows_random = random and random.restarted(rows=slice(start, stop))
-                rank = self._topology.rank
-                num_processes = self._topology.size
-                seeds = StepSeeds(
-                    first,
-                    len(devices),
-                    self.seed,
-                    steps.epoch,
-                    step,
-                    rank,
-                    num_processes,
-                    rows_random,
-                )
-            batches = collator.collate(leaves_of_steps.pop(), devices, seeds)
+                seeds = StepSeeds(self._topology, self.seed, steps.epoch, step, rows_random)
+            batches = collator.collate(leaves_of_steps.pop(), devices, first, seeds)
             super_batch = SuperBatch(devices, num_rows, weight, first, collator, batches, seeds)
             del batches
             start = stop
@@ -492,7 +481,7 @@ def _count_in_steps(
     return sum(float(np.sum(count_items(start.epoch, here))) for here in positions)
 
 
-class RowsByStep(Sequence[list[int]]):
+class RowsByStep:
     """The dataset rows of each step of this process, for a loader in dataset order."""
 
     def __init__(self, loader: SuperBatchLoader) -> None:
@@ -501,7 +490,7 @@ class RowsByStep(Sequence[list[int]]):
     def __len__(self) -> int:
         return self._loader.num_steps
 
-    def __getitem__(self, step: Any) -> Any:
-        if isinstance(step, slice):
-            return [self[index] for index in range(*step.indices(len(self)))]
-        return self._loader.order.dataset_rows(0, self._loader.step_positions(step)).tolist()
+    def __getitem__(self, step: int) -> list[int]:
+        rows: list[int]
+        rows = self._loader.order.dataset_rows(0, self._loader.step_positions(step)).tolist()
+        return rows

@@ -69,13 +69,11 @@ class SlotMap:
         starts: The slot of the first row of each shard, int64 of shape (C,), if the slots of each
             shard are consecutive; else None.
         to_slots: Maps file rows to slots; None if they are equal, or with ``starts``.
-        is_cheap: Whether ``to_slots`` is faster than looking slots up in a table.
     """
 
     pool: Pool
     starts: Integers | None
     to_slots: Callable[[Integers], Integers] | None = None
-    is_cheap: bool = False
 
     @classmethod
     def in_store(cls, store: Store, pool: Pool) -> "SlotMap":
@@ -85,10 +83,7 @@ class SlotMap:
 
     def slots(self, index: Integers) -> Integers:
         """Return the slots of rows, from their pool indices."""
-        return self.slots_of_file_rows(self.pool.file_rows(index))
-
-    def slots_of_file_rows(self, file_rows: Integers) -> Integers:
-        """Return the slots of file rows."""
+        file_rows = self.pool.file_rows(index)
         return file_rows if self.to_slots is None else self.to_slots(file_rows)
 
     def slots_of_shard(self, shard: int) -> Iterator[Integers]:
@@ -101,12 +96,8 @@ class SlotMap:
         """Return the slots of the rows at positions of an epoch; see `RowSource.locate`."""
         if self.starts is not None:
             return sampler.index(epoch, positions, self.starts)
-        file_starts = self.pool.file_starts
-        is_large = self.pool.num_rows > TABLE_ROWS
-        if file_starts is not None and (is_large or self.is_cheap):
-            return self.slots_of_file_rows(sampler.index(epoch, positions, file_starts))
         index = sampler.index(epoch, positions)
-        if is_large:
+        if self.pool.num_rows > TABLE_ROWS:
             return self.slots(index)
         # No index is out of range, and "wrap" is the fastest mode.
         return self._table.take(index, mode="wrap").astype(np.int64)
@@ -158,8 +149,6 @@ class Columns:
     ) -> None:
         self.device = device
         self._columns = [*zip(columns, to_index or [None] * len(columns), strict=True)]
-        #: The fields whose rows have one shape.
-        self.tensors = [column for column in columns if isinstance(column, Tensor)]
 
     def take(self, slots: Tensor, out: Buffers | None = None, cut: Cut | None = None) -> list[Leaf]:
         """Copy the rows in some slots into one batch; see `Take`."""
@@ -218,7 +207,7 @@ class SeriesSlots:
 
     def slot_map(self, pool: Pool) -> SlotMap:
         """Make the map of a pool of these windows."""
-        return SlotMap(pool, None, self.slots, is_cheap=len(self.windows.counts) == 1)
+        return SlotMap(pool, None, self.slots)
 
     def columns(
         self,
@@ -390,34 +379,29 @@ def _copy_items(
 
 
 def _pack(source: Tensor, starts: Integers, lengths: Integers) -> Iterator[Tensor]:
-    """Yield segments of items: views of long ones, and short ones packed together."""
+    """Yield segments of items: a view of adjacent ones, or packed a number of bytes at a time."""
+    if np.array_equal(starts[1:], (starts + lengths)[:-1]):
+        if len(starts):
+            yield source[int(starts[0]) : int(starts[-1] + lengths[-1])]
+        return
     # Merge segments that are adjacent in the source.
-    is_first = np.append(True, starts[1:] != starts[:-1] + lengths[:-1])[: len(starts)]
-    firsts = np.flatnonzero(is_first)
+    firsts = np.flatnonzero(np.append(True, starts[1:] != starts[:-1] + lengths[:-1]))
     starts = starts[firsts]
-    if len(firsts):
-        lengths = np.add.reduceat(lengths, firsts)
-    stops = np.cumsum(lengths)
+    lengths = np.add.reduceat(lengths, firsts)
+    targets = starts_of(lengths)
+    total = int(lengths.sum())
     item_bytes = source[:1].nbytes
     max_items = max(1, _PACK_BYTES // item_bytes)
-    first = 0
-    num_packed = 0
-    while first < len(stops):
-        last = int(np.searchsorted(stops, num_packed + max_items, side="right"))
-        last = max(first + 1, last)
-        if last == first + 1:
-            yield source[int(starts[first]) : int(starts[first] + lengths[first])]
-        else:
-            here = slice(first, last)
-            shape = (int(stops[last - 1]) - num_packed, *source.shape[1:])
-            packed = torch.empty(shape, dtype=source.dtype)
-            copy_segments(
-                source.view(-1).view(torch.uint8).numpy(),
-                starts[here] * item_bytes,
-                packed.view(-1).view(torch.uint8).numpy(),
-                ((stops - lengths)[here] - num_packed) * item_bytes,
-                lengths[here] * item_bytes,
-            )
-            yield packed
-        first = last
-        num_packed = int(stops[last - 1])
+    for start in range(0, total, max_items):
+        stop = min(start + max_items, total)
+        begins, ends = np.clip([targets, targets + lengths], start, stop)
+        here = np.flatnonzero(begins < ends)
+        packed = torch.empty((stop - start, *source.shape[1:]), dtype=source.dtype)
+        copy_segments(
+            source.view(-1).view(torch.uint8).numpy(),
+            (starts + begins - targets)[here] * item_bytes,
+            packed.view(-1).view(torch.uint8).numpy(),
+            (begins - start)[here] * item_bytes,
+            (ends - begins)[here] * item_bytes,
+        )
+        yield packed

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -198,7 +198,11 @@ def send_leaf(leaf: Any, device: torch.device) -> Any:
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in dense_tensors(leaf):
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    sent = {dtype: iter(_send_flat(tensors, device)) for dtype, tensors in by_dtype.items()}
+    sent: dict[torch.dtype, Iterator[Tensor]] = {}
+    for dtype, tensors in by_dtype.items():
+        flat = send(torch.cat([tensor.flatten() for tensor in tensors]), device)
+        parts = flat.split_with_sizes([tensor.numel() for tensor in tensors])
+        sent[dtype] = map(torch.Tensor.view_as, parts, tensors)
     rows = RowList()
     for row in leaf:
         leaves = [
@@ -207,13 +211,6 @@ def send_leaf(leaf: Any, device: torch.device) -> Any:
         ]
         rows.append(with_leaves(row, iter(leaves)))
     return rows
-
-
-def _send_flat(tensors: Sequence[Tensor], device: torch.device) -> Iterable[Tensor]:
-    """Return tensors of one dtype on a device, sent in one copy."""
-    flat = send(torch.cat([tensor.flatten() for tensor in tensors]), device)
-    parts = flat.split_with_sizes([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def interleave(leaves: Sequence[Any], first: int, num_rows: int, device: torch.device) -> Any:

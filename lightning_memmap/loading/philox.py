@@ -34,7 +34,12 @@ def philox(counter: Tensor, key: int) -> Tensor:
         ``counter``.
     """
     words = torch.empty_like(counter)
-    keys = torch.tensor(_round_keys(key))[..., None]
+    key_words = key & MASK, key >> 32
+    round_keys = [
+        [(word + number * step) & MASK for word, step in zip(key_words, _INCREMENTS, strict=True)]
+        for number in range(_ROUNDS)
+    ]
+    keys = torch.tensor(round_keys)[..., None]
     multipliers = torch.tensor(_MULTIPLIERS)[:, None]
     if not _is_on_cpu(counter):
         keys = keys.to(counter.device)
@@ -71,12 +76,3 @@ def _rounds(even: Any, odd: Any, multipliers: Any, keys: Any) -> tuple[Any, Any]
 
 def _flipped(words: Any) -> Any:
     return words.flip(0) if isinstance(words, Tensor) else words[::-1]
-
-
-def _round_keys(key: int) -> list[list[int]]:
-    """Return the two key words of each round."""
-    words = key & MASK, key >> 32
-    return [
-        [(word + number * step) & MASK for word, step in zip(words, _INCREMENTS, strict=True)]
-        for number in range(_ROUNDS)
-    ]

@@ -7,20 +7,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_memmap.loading.device_streams import SideStreams, has_streams
+from lightning_memmap.loading.device_streams import SideStreams
 from lightning_memmap.loading.nested import dense_tensors, named_leaves
 from lightning_memmap.loading.super_batch import SuperBatch
 
 #: A prefetched step: its super-batch, its batch, all tensors of it, and the events of its copies.
 _Step: TypeAlias = tuple[SuperBatch, Any, list[Tensor], dict[torch.device, Any]]
-
-#: Steps to prefetch for a device that works asynchronously.
-_DEFAULT_STEPS = 2
-
-
-def default_prefetch(device: torch.device) -> int:
-    """Return the default number of steps to prefetch for a consumer on a device."""
-    return _DEFAULT_STEPS if has_streams(device) else 0
 
 
 def prefetched(

@@ -1,12 +1,69 @@
 """How far a loader is in its epoch, and the state that training resumes from."""
 
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
 
 from lightning_memmap._compat.progress import Delivery, FitPosition, TrainerProgress
-from lightning_memmap.loading.state import LoaderState
 from lightning_memmap.loading.step_weight import CountInSteps, DeliveredSteps
-from lightning_memmap.loading.super_batch import SuperBatch
+from lightning_memmap.loading.super_batch import CountInBatch, SuperBatch, weight_of_batch
+from lightning_memmap.sampling.schedule import SkippedSteps
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class LoaderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The position of a loader in its epoch, which is the same on every rank."""
+
+    sampler: dict[str, Any]
+    num_positions: Count
+    seed: Count
+    epoch: Count
+    position: Count = 0
+    steps: Count = 0
+    skipped: SkippedSteps = SkippedSteps()
+    #: The results that the order of the epoch depends on; None before its first step.
+    results: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.sampler.get("shards"), dict):
+            raise ValueError("sampler: the shards of the order are missing")
+        if self.position > self.num_positions:
+            raise ValueError(f"position={self.position} of num_positions={self.num_positions}")
+        if not bool(self.position) <= self.steps <= self.position:
+            raise ValueError(
+                f"steps={self.steps}: with position={self.position} rows delivered, it must be 0 to"
+                " that number, and at least 1 unless it is 0"
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the state as a dict of plain values."""
+        state: dict[str, Any] = msgspec.to_builtins(self)
+        if not self.skipped.steps:
+            del state["skipped"]
+        if not self.results:
+            del state["results"]
+        return state
+
+    @classmethod
+    def read(cls, state: object) -> "LoaderState":
+        """Check a state that `as_dict` has returned."""
+        try:
+            return msgspec.convert(state, cls)
+        except ValueError as error:
+            raise ValueError(
+                f"the state of the training loader cannot be loaded: {error}. Resume from a"
+                " checkpoint that this version has written, or pass load_state_dict a dict that"
+                " state_dict has returned"
+            ) from error
+
+    @property
+    def subset(self) -> Mapping[str, Any] | None:
+        """The identity of the subset of rows that the loader serves; None for all rows."""
+        subset: Mapping[str, Any] | None = self.sampler["shards"].get("subset")
+        return subset
+
 
 #: Computes the state after a number of steps of an epoch that began in a state.
 StateAfter: TypeAlias = Callable[[LoaderState, int], LoaderState]
@@ -20,15 +77,22 @@ class LoaderProgress:
         trainer: Counts which of the delivered steps the Trainer's weights were trained on; None
             without a Trainer.
         weights: Receives the weight of each delivered step.
+        count_in_batch: Counts the items of the loss in each row of a batch; None if the plan of
+            the epoch knows them.
     """
 
     def __init__(
-        self, start: LoaderState, trainer: TrainerProgress | None, weights: DeliveredSteps
+        self,
+        start: LoaderState,
+        trainer: TrainerProgress | None,
+        weights: DeliveredSteps,
+        count_in_batch: CountInBatch | None = None,
     ) -> None:
         self._trainer = trainer
         self._weights = weights
+        self._count_in_batch = count_in_batch
         #: The state in which the epoch began, or was resumed.
-        self._start = start
+        self.start = start
         #: The steps of the epoch that were delivered, and the Trainer's counters at the last one.
         self._delivered: tuple[int, Delivery | None] = 0, None
         #: The start of the previous epoch, and its steps. Manual optimization may accumulate
@@ -37,22 +101,17 @@ class LoaderProgress:
         #: A loaded state, until an epoch resumes from it.
         self._loaded: LoaderState | None = None
 
-    @property
-    def start(self) -> LoaderState:
-        """The state in which the epoch began, or was resumed."""
-        return self._start
-
     def enter_epoch(self, start: LoaderState) -> None:
         """Switch to the epoch of a state, unless it is the current epoch or one was loaded."""
-        if self._loaded is None and start.epoch != self._start.epoch:
+        if self._loaded is None and start.epoch != self.start.epoch:
             num_steps, last = self._delivered
-            self._previous = (self._start, num_steps) if last is not None else None
-            self._start = start
+            self._previous = (self.start, num_steps) if last is not None else None
+            self.start = start
             self._delivered = 0, None
 
     def load(self, state: LoaderState) -> None:
         """Resume the next iteration from a state, if it is of the same epoch."""
-        self._start = self._loaded = state
+        self.start = self._loaded = state
         self._previous = None
         self._delivered = state.steps, None
 
@@ -68,13 +127,15 @@ class LoaderProgress:
             start: The state.
             count: Counts the items of the loss in steps of the epoch.
         """
-        self._start = start
+        self.start = start
         self._delivered = start.steps, None
         self._loaded = None
         self._weights.begin_epoch(start.steps, count)
 
-    def deliver(self, super_batch: SuperBatch) -> None:
-        """Count one more step as delivered."""
+    def deliver(self, super_batch: SuperBatch, batch: Any) -> None:
+        """Count one more step as delivered, once what the loader yields for it is known."""
+        if self._count_in_batch is not None:
+            super_batch.weight = weight_of_batch(self._count_in_batch, super_batch, batch)
         self._weights.add((super_batch.num_rows, super_batch.weight))
         counters = None if self._trainer is None else self._trainer.delivery()
         # A single assignment, because a signal handler may save a checkpoint at any time.
@@ -90,7 +151,7 @@ class LoaderProgress:
             The state of the loader, and the counters of its Trainer. The counters are None before
             the first step of an epoch and without a Trainer.
         """
-        start = self._start
+        start = self.start
         num_steps, last = self._delivered
         trainer = self._trainer
         num_delivered = None

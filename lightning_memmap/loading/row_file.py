@@ -159,28 +159,6 @@ def _scratch(item_bytes: int) -> memoryview:
     return memory
 
 
-def _divide(
-    starts: Integers, stops: Integers, item_bytes: int
-) -> tuple[Integers, Integers, Integers, list[int]]:
-    """Divide ascending runs of items into segments, and group these into reads.
-
-    Returns:
-        The start, the stop and the run of each segment; and the first segment of each read, and
-        one past the last segment.
-    """
-    max_items = max(1, _READ_BYTES // item_bytes)
-    # Cut runs at multiples of `max_items`.
-    counts = np.where(starts < stops, -(-stops // max_items) - starts // max_items, 0)
-    runs = np.repeat(np.arange(len(starts)), counts)
-    cuts = ranges(starts // max_items, counts) * max_items
-    starts = np.maximum(starts[runs], cuts)
-    stops = np.minimum(stops[runs], cuts + max_items)
-    is_far = (starts[1:] - stops[:-1]) * item_bytes > _GAP_BYTES
-    is_long = np.diff(starts // max_items) > 0
-    bounds = [0, *(np.flatnonzero(is_far | is_long) + 1).tolist(), len(starts)]
-    return starts, stops, runs, bounds if len(starts) else []
-
-
 def reads_of(file: RowFile, runs: Runs, stops: Integers, target: Tensor) -> Iterator[Read]:
     """Yield the reads of runs of items, and of small gaps between them.
 
@@ -190,10 +168,22 @@ def reads_of(file: RowFile, runs: Runs, stops: Integers, target: Tensor) -> Iter
         stops: One past the last item of each run, int64 of shape (runs,).
         target: The memory, uint8.
     """
-    starts, stops, run_of, bounds = _divide(runs.starts, stops, file.item_bytes)
+    item_bytes = file.item_bytes
+    max_items = max(1, _READ_BYTES // item_bytes)
+    # Cut runs into segments at multiples of `max_items`.
+    firsts = runs.starts // max_items
+    counts = np.where(runs.starts < stops, -(-stops // max_items) - firsts, 0)
+    run_of = np.repeat(np.arange(len(counts)), counts)
+    cuts = ranges(firsts, counts) * max_items
+    starts = np.maximum(runs.starts[run_of], cuts)
+    stops = np.minimum(stops[run_of], cuts + max_items)
     targets = starts + runs.shifts[run_of]
+    # Group segments into reads.
+    is_far = (starts[1:] - stops[:-1]) * item_bytes > _GAP_BYTES
+    is_long = np.diff(starts // max_items) > 0
+    bounds = [0, *(np.flatnonzero(is_far | is_long) + 1).tolist(), len(starts)]
     memory = target.numpy()
-    for first, last in pairwise(bounds):
+    for first, last in pairwise(bounds if len(starts) else []):
         here = slice(first, last)
         yield partial(_read, file, starts[here], stops[here], targets[here], memory)
 

@@ -17,6 +17,8 @@ from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.philox import MASK, philox
 from lightning_memmap.sampling.sampler import Sampler, check_seed, derive_seed
 
+#: Returns the key of the generator for one call, from the seed, the epoch and the call.
+_derive_key = lru_cache(maxsize=256)(derive_seed)
 #: Words of a block of the generator.
 _BLOCK = 4
 #: Values of a word.
@@ -138,8 +140,10 @@ class RowRandom:
         Raises:
             ValueError: ``low`` is above ``high``, or the shape is negative.
         """
-        _check_bounds("uniform", low, high)
         self._check_broadcast(shape, low=low, high=high)
+        have_tensors = isinstance(low, Tensor) or isinstance(high, Tensor)
+        if not have_tensors and not low <= high:
+            raise ValueError(f"uniform: low={low}, high={high}: low must not be above high")
         numbers = (self._words(shape) >> 8).float().mul_(2.0**-24)
         if isinstance(low, Tensor) or isinstance(high, Tensor):
             bottom, top = (
@@ -300,12 +304,6 @@ class RowRandom:
         return _derive_key(self._seed, self._epoch, stream)
 
 
-@lru_cache(maxsize=256)
-def _derive_key(seed: int, epoch: int, stream: int) -> int:
-    """Return the key of the generator for one call in an epoch."""
-    return derive_seed(seed, epoch, stream)
-
-
 def _check_rows(name: str, rows: Any) -> NDArray[np.int64]:
     """Return rows or positions as an array, int64 of shape (B,)."""
     array = np.asarray(rows)
@@ -323,11 +321,6 @@ def _check_rows(name: str, rows: Any) -> NDArray[np.int64]:
 def _check_shape(shape: tuple[int, ...]) -> None:
     if any(type(size) is not int or size < 0 for size in shape):
         raise ValueError(f"shape={shape}: pass integers of at least 0, such as uniform(2, 3)")
-
-
-def _check_bounds(method: str, low: Any, high: Any) -> None:
-    if not isinstance(low, Tensor) and not isinstance(high, Tensor) and not low <= high:
-        raise ValueError(f"{method}: low={low}, high={high}: low must not be above high")
 
 
 def _is_number(value: object, number: int) -> bool:

@@ -108,7 +108,7 @@ class Fetched:
         count = len(self.devices)
         steps_by_receiver = []
         for receiver, leaves in enumerate(self.leaves):
-            start = (receiver - self.first) % count
+            start = self.rows_of(receiver).start
             stops = [-(-(bound - start) // count) for bound in bounds]
             sizes = [stop - previous for previous, stop in pairwise(stops)]
             split = (leaf.split_with_sizes(sizes) for leaf in leaves)

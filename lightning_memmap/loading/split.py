@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from lightning_memmap.loading.decoding import Images, default_threads
-from lightning_memmap.loading.image_decoder import image_decoders
+from lightning_memmap.loading.decoding import Images, default_threads, image_decoders
 from lightning_memmap.loading.memory import (
     SlotMap,
     copy_rows,
@@ -172,11 +171,12 @@ def _make_source(
             return copy_rows(columns, slot_map, shards, device)
         return copy_windows(columns, series, pool, shards, device)
     last_row = np.array([store.num_rows - 1])
+    num_slots = int(store.in_memory(last_row)[0]) + 1 if series is None else series.num_slots
     return Stream(
         columns,
         open_row_files(store, () if series is None else series.windows.fields),
         slot_map,
-        int(slot_map.slots_of_file_rows(last_row)[0]) + 1 if series is None else series.num_slots,
+        num_slots,
         held=shards,
         blocks=Blocks(placement.order),
         series=series,

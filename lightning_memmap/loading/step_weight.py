@@ -12,16 +12,22 @@ The mean over the step has 10/15 of the loss of rank 0, and 5/15 of the loss of 
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_memmap.sampling.factory import Fields
+from lightning_memmap.sampling.packed import PackedSampler
 from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.sampling.sampler import Sampler
 
 #: Weights that a loader keeps where no strategy takes them, as under Lightning's own.
 _MAX_PENDING = 64
+#: Counts the items at consecutive positions of an epoch, of shape (len(positions),).
+CountItems: TypeAlias = Callable[[int, range], NDArray[Any]]
 #: Counts the items of all processes in some steps of an epoch.
 CountInSteps: TypeAlias = Callable[[range], float]
 
@@ -141,7 +147,10 @@ class DeliveredSteps:
         self._next += 1
         candidates = (*self._discarded, *self._pending)
         self._discarded.clear()
-        is_ambiguous = any(_differ(weight, other) for _, other in candidates)
+        is_ambiguous = any(
+            weight.total is None or other.total is None or weight.scale(1) != other.scale(1)
+            for _, other in candidates
+        )
         return DeliveredStep(number, num_rows, weight, is_ambiguous)
 
     def num_items(self, steps: range) -> float:
@@ -150,8 +159,42 @@ class DeliveredSteps:
         return self._count(steps)
 
 
-def _differ(weight: StepWeight, other: StepWeight) -> bool:
-    """Return whether two weights may differ."""
-    if weight.total is None or other.total is None:
-        return True
-    return weight.scale(1) != other.scale(1)
+def make_item_counter(name: str, order: Sampler, fields: Fields) -> CountItems:
+    """Return a function that counts the items at positions by a field of their rows.
+
+    Args:
+        name: A field with one number in each row, or with rows of different lengths, whose items
+            are counted.
+        order: The order of the rows.
+        fields: The fields of the dataset.
+
+    Raises:
+        ValueError: The field doesn't exist, is text, is None in a row, or has a negative or
+            non-finite number; or the order cuts rows.
+    """
+    if isinstance(order, PackedSampler) and order.cuts_rows:
+        raise ValueError(
+            f"weight={name!r}: rows are cut by the sampler, and the items of their pieces are"
+            " unknown: pass a function of the batch, or pack with overflow='error' or 'drop'"
+        )
+    rows = order.pool.dataset_rows(order.pool.index())
+    try:
+        items = fields.values(name, rows)
+    except ValueError as error:
+        try:
+            items = fields.lengths(name)[rows]
+        except ValueError:
+            raise ValueError(f"weight={name!r}: {error}") from error
+    if items.dtype.kind not in "biuf":
+        raise ValueError(
+            f"weight={name!r}: the field is text: choose a field of numbers, or pass a function of"
+            " the batch"
+        )
+    is_valid = np.isfinite(items) & (items >= 0)
+    if not is_valid.all():
+        wrong = int(np.argmin(is_valid))
+        raise ValueError(
+            f"weight={name!r}: row {rows[wrong]} has {items[wrong]!r}: numbers of items must be"
+            " finite and not negative"
+        )
+    return partial(order.sums_at, items)

@@ -19,6 +19,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 import numpy as np
@@ -145,6 +146,7 @@ class StreamMemory:
                 yield from items.reads(rows.at(slots))
 
 
+@dataclass(eq=False)
 class Stream(RowSource):
     """Rows of some shards that stay in the files, and are read block by block.
 
@@ -158,36 +160,27 @@ class Stream(RowSource):
         series: The series, if rows are windows.
     """
 
-    device = torch.device("cpu")
+    columns: Sequence[tuple[Field, OpenColumn]]
+    files: Sequence[RowFile | None]
+    slot_map: SlotMap
+    num_slots: int
+    _: KW_ONLY
+    held: Sequence[int]
+    blocks: Blocks
+    series: SeriesSlots | None = None
 
-    def __init__(
-        self,
-        columns: Sequence[tuple[Field, OpenColumn]],
-        files: Sequence[RowFile | None],
-        slot_map: SlotMap,
-        num_slots: int,
-        *,
-        held: Sequence[int],
-        blocks: Blocks,
-        series: SeriesSlots | None = None,
-    ) -> None:
-        self.columns = columns
-        self.files = files
-        self.num_slots = num_slots
-        self.series = series
-        self._slot_map = slot_map
-        self._pool = blocks.sampler.pool
-        self._held = np.array(held, np.int64)
-        self._block_rows = blocks.rows
+    def __post_init__(self) -> None:
+        self.device = torch.device("cpu")
+        self._shards = np.array(self.held, np.int64)
         #: Most rows of one shape, or steps, in a block.
-        self.max_items = len(held) * blocks.longest
-        if series is not None:
-            self.max_items = largest_block_steps(held, blocks)
+        self.max_items = len(self.held) * self.blocks.longest
+        if self.series is not None:
+            self.max_items = largest_block_steps(self.held, self.blocks)
         #: Most items in a block of each field whose rows differ in length, by field index.
         self.max_ragged_items = {
-            index: largest_block(rows, slot_map, held, blocks)
-            for index, (_, rows) in enumerate(columns)
-            if series is None and isinstance(rows, ItemRows)
+            index: largest_block(rows, self.slot_map, self.held, self.blocks)
+            for index, (_, rows) in enumerate(self.columns)
+            if self.series is None and isinstance(rows, ItemRows)
         }
         #: Memory of blocks that is not in use.
         self.idle: list[StreamMemory] = []
@@ -195,9 +188,9 @@ class Stream(RowSource):
 
     @override
     def locate(self, sampler: Sampler, epoch: int, positions: range | Integers) -> Integers:
-        slots = self._slot_map.locate(sampler, epoch, positions)
+        slots = self.slot_map.locate(sampler, epoch, positions)
         if not isinstance(positions, range):
-            blocks = positions // (self._block_rows * self._pool.num_shards)
+            blocks = positions // (self.blocks.rows * self.slot_map.pool.num_shards)
             located: Integers = slots + blocks * self.num_slots
             return located
         block_positions = self._blocks(sampler).positions
@@ -212,7 +205,7 @@ class Stream(RowSource):
         """Divide an order into blocks."""
         # Dataset order can use blocks of any size. While a store is built, the size is not known.
         if sampler.is_sequential:
-            sampler = sampler.in_blocks(self._block_rows)
+            sampler = sampler.in_blocks(self.blocks.rows)
         return Blocks(sampler)
 
     @override
@@ -232,17 +225,17 @@ class Stream(RowSource):
     def locate_block(self, blocks: Blocks, epoch: int, block: int) -> Located:
         """Find the items of a block in the files, as starts and lengths of runs."""
         if self.series is not None:
-            return located_steps(self.series, self._held, blocks, epoch, block)
-        starts = self._slot_map.starts
-        sizes = self._pool.sizes[self._held]
+            return located_steps(self.series, self._shards, blocks, epoch, block)
+        starts = self.slot_map.starts
+        sizes = self.slot_map.pool.sizes[self._shards]
         runs = blocks.sampler.block_runs(epoch, block)
         if starts is not None and runs is not None:
             run_starts = np.array([run.start for run in runs])
             run_stops = np.minimum(np.array([run.stop for run in runs]), sizes[:, None])
             counts = np.maximum(0, run_stops - run_starts).ravel()
-            first_slots = (starts[self._held, None] + run_starts).ravel()
+            first_slots = (starts[self._shards, None] + run_starts).ravel()
             return Located(first_slots[counts > 0], counts[counts > 0, None])
-        slots = distinct(self._slot_map.slots(blocks.index(epoch, block, self._held)))
+        slots = distinct(self.slot_map.slots(blocks.index(epoch, block, self._shards)))
         return Located(slots, np.ones((len(slots), 1), np.int64))
 
 
@@ -337,21 +330,20 @@ def located_steps(
 
 def largest_block(rows: ItemRows, slot_map: SlotMap, shards: Sequence[int], blocks: Blocks) -> int:
     """Count the most items that the rows of a block can have, wherever it starts."""
-    lengths = (_lengths(rows, slot_map, shard) for shard in shards)
+
+    def lengths_in(shard: int) -> Integers:
+        chunks = [rows.at(slots).sizes.prod(axis=1) for slots in slot_map.slots_of_shard(shard)]
+        return np.concatenate([np.zeros(0, np.int64), *chunks])
+
     if blocks.has_runs:
-        return most_items(slot_map.pool.sizes, blocks.longest, lengths)
+        return most_items(slot_map.pool.sizes, blocks.longest, map(lengths_in, shards))
     total = 0
-    for shard, items in zip(shards, lengths, strict=True):
+    for shard in shards:
+        items = lengths_in(shard)
         most = blocks.sampler.most_in_block(shard, items)
         # A block may consist of any rows, so assume the longest.
         total += int(np.sort(items)[-blocks.longest :].sum()) if most is None else most
     return total
-
-
-def _lengths(rows: ItemRows, slot_map: SlotMap, shard: int) -> Integers:
-    """Count the items of each row of a shard."""
-    chunks = [rows.at(slots).sizes.prod(axis=1) for slots in slot_map.slots_of_shard(shard)]
-    return np.concatenate([np.zeros(0, np.int64), *chunks])
 
 
 def most_items(sizes: Integers, block_rows: int, lengths: Iterable[Integers]) -> int:

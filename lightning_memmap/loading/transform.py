@@ -1,18 +1,20 @@
-"""Runs a user's batch transform on one data device, repeatably."""
+"""Runs a user's batch transform on one data device, with its own random numbers."""
 
 import copy
 import inspect
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from reprlib import repr as short_repr
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from lightning_memmap.errors import is_argument_mismatch, with_article
 from lightning_memmap.loading.device_streams import current
 from lightning_memmap.loading.row_random import RowRandom
-from lightning_memmap.loading.seeding import seeded_everywhere
 
 BatchTransform = Callable[..., Any]
 
@@ -72,11 +74,11 @@ class DeviceTransform:
             transform = copy.deepcopy(transform).to(device)
         self._transform = transform
 
-    def __call__(self, batch: Any, seed: int, random: RowRandom | None = None) -> Any:
+    def __call__(self, batch: Any, seed: int, rows_random: RowRandom | None = None) -> Any:
         """Transform one batch, with all randomness drawn from the seed and for each row."""
         keywords: dict[str, Any] = {}
-        if self._takes_random and random is not None:
-            keywords["random"] = random.restarted(self._device)
+        if self._takes_random and rows_random is not None:
+            keywords["random"] = rows_random.restarted(self._device)
         with torch.no_grad(), current(self._device):
             if self._takes_generator:
                 keywords["generator"] = torch.Generator(self._device).manual_seed(seed)
@@ -108,3 +110,42 @@ def has_parameter(transform: BatchTransform, name: str) -> bool:
         return name in inspect.signature(function).parameters
     except ValueError:  # Some builtins have no signature.
         return False
+
+
+@contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed torch's generators of the CPU and of a device, the current one; restore them at the end.
+
+    Args:
+        device: The device.
+        seed: Seed, ``0 <= seed < 2**63``.
+    """
+    module: Any = None if device.type == "cpu" else getattr(torch, device.type, None)
+    # torch can't save the generator of every accelerator.
+    has_state = hasattr(module, "get_rng_state")
+    state = torch.default_generator.get_state()
+    device_state = module.get_rng_state() if has_state else None
+    torch.default_generator.manual_seed(seed)
+    if has_state:
+        module.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
+        if has_state:
+            module.set_rng_state(device_state)
+
+
+@contextmanager
+def seeded_everywhere(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed the generators of torch, numpy and Python like `seeded`. It takes 20 times as long."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    with seeded(device, seed):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from lightning_memmap.loading.buffers import byte_pool
-from lightning_memmap.loading.image_decoder import Scaled
+from lightning_memmap.loading.decoding import Scaled, decode_rows
 from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.schema.fields import Field
 from lightning_memmap.schema.forms import Decode, Layout, ListOfRows, Pad
@@ -38,13 +38,30 @@ class LayoutCollate:
         with_row_numbers: bool = False,
     ) -> None:
         self._with_row_numbers = with_row_numbers
-        if with_row_numbers:
-            _check_row_number_key(schema.structure)
+        structure = schema.structure
+        if with_row_numbers and structure.name:
+            raise ValueError(
+                "with_row_numbers=True: row numbers can't be added to samples of the class"
+                f" {structure.name!r}: return a dict, or a field with the row, in the dataset"
+            )
+        if with_row_numbers and ROW_NUMBER in structure.keys:
+            raise ValueError(
+                f"with_row_numbers=True: the samples already have a key {ROW_NUMBER!r}: rename it,"
+                " or remove the argument"
+            )
         self._decode = decode or {}
-        _check_decode(schema, self._decode)
+        fields = {field.name: field for field in schema.fields}
+        for name, form in self._decode.items():
+            if name in schema.optional or name in schema.lists:
+                raise ValueError(
+                    f"decode: images of field {name!r} may be missing or several, but there must be"
+                    " one in each row: leave it out, and decode the bytes in the transform"
+                )
+            schema.check_name("decode", name)
+            form.check(fields[name])
         layouts = _layouts(schema, layout or {}, self._decode.keys())
         scaled = {name for name, value in self._decode.items() if value.with_scale}
-        structure, self._masked = _with_masks(schema.structure, layouts, scaled)
+        structure, self._masked = _with_masks(structure, layouts, scaled)
         index = {field.name: number for number, field in enumerate(structure.fields)}
         self._build = make_builder(structure, sample, index)
         self._fields = [
@@ -62,14 +79,20 @@ class LayoutCollate:
                 is_scaled = decode is not None and decode.with_scale
                 batch_leaves.append(Scaled.of(leaf, next(extra_leaves)) if is_scaled else leaf)
             elif decode is not None:
-                batch_leaves.append(leaf.replaced(allocate=allocate).decoded(decode))
+                batch_leaves.append(decode_rows(leaf.replaced(allocate=allocate), decode))
             elif name in self._masked:
                 padded = layout.batch(leaf.replaced(allocate=allocate))
                 batch_leaves += [padded.values, padded.mask()]
             else:
                 batch_leaves.append(layout.batch(leaf.replaced(allocate=allocate)))
         batch = self._build(batch_leaves)
-        return _with_row_numbers(batch, row_numbers) if self._with_row_numbers else batch
+        if not self._with_row_numbers:
+            return batch
+        if isinstance(batch, tensordict_types()):
+            return batch.set(ROW_NUMBER, row_numbers)
+        if type(batch) is dict:
+            return {**batch, ROW_NUMBER: row_numbers}
+        return [*batch, row_numbers] if type(batch) is list else [batch, row_numbers]
 
 
 def _with_masks(
@@ -120,19 +143,6 @@ def _with_masks(
     return replace(node, keys=tuple(keys), children=tuple(children)), masked
 
 
-def _check_decode(schema: Schema, decode: Mapping[str, Decode]) -> None:
-    """Check that fields hold one image in each row."""
-    fields = {field.name: field for field in schema.fields}
-    for name, value in decode.items():
-        if name in schema.optional or name in schema.lists:
-            raise ValueError(
-                f"decode: images of field {name!r} may be missing or several, but there must be"
-                " one in each row: leave it out, and decode the bytes in the transform"
-            )
-        schema.check_name("decode", name)
-        value.check(fields[name])
-
-
 def _layouts(
     schema: Schema, chosen: Mapping[str, Layout], decoded: Collection[str]
 ) -> dict[str, Layout]:
@@ -178,26 +188,3 @@ def check_layout(name: str, field: Field | None, decoded: Collection[str]) -> No
             f"layout: in the store, all rows of field {name!r} have the shape {field.shape}: leave"
             " it out, or build the store again with overwrite=True"
         )
-
-
-def _check_row_number_key(node: Node) -> None:
-    """Check that row numbers can be added to a batch."""
-    if node.name:
-        raise ValueError(
-            "with_row_numbers=True: row numbers can't be added to samples of the class"
-            f" {node.name!r}: return a dict, or a field with the row, in the dataset"
-        )
-    if ROW_NUMBER in node.keys:
-        raise ValueError(
-            f"with_row_numbers=True: the samples already have a key {ROW_NUMBER!r}: rename it, or"
-            " remove the argument"
-        )
-
-
-def _with_row_numbers(batch: Any, row_numbers: Any) -> Any:
-    """Add row numbers to a batch: under the key `ROW_NUMBER`, or as the last item."""
-    if isinstance(batch, tensordict_types()):
-        return batch.set(ROW_NUMBER, row_numbers)
-    if type(batch) is dict:
-        return {**batch, ROW_NUMBER: row_numbers}
-    return [*batch, row_numbers] if type(batch) is list else [batch, row_numbers]

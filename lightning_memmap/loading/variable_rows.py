@@ -5,7 +5,6 @@ unpadded data is sent between devices.
 """
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -20,10 +19,8 @@ from torch import Tensor
 from lightning_memmap._compat.tensors import jagged_tensor
 from lightning_memmap.host_memory import available_bytes
 from lightning_memmap.loading.device_streams import has_streams, send
-from lightning_memmap.loading.image_decoder import ImageDecoder, Scaled
 from lightning_memmap.sampling.rows import Integers, ranges, starts_of
 from lightning_memmap.schema.fields import SIGNED, Field, RowList, Values, select
-from lightning_memmap.schema.forms import Decode
 from lightning_memmap.store.segments import Bytes, copy_segments
 
 #: Small steps are copied together, up to this number of bytes.
@@ -267,13 +264,6 @@ class VariableRows:
             return RowList(row.view(*row_sizes, *field.item_shape) for row, row_sizes in pairs)
         return RowList(rows)
 
-    def decoded(self, form: Decode) -> Tensor | Scaled:
-        """Decode the images that the rows contain."""
-        images = np.split(self.packed().numpy(), np.cumsum(self.lengths)[:-1])
-        decoder = ImageDecoder.like(self.field.name, form, images[0])
-        pixels, geometry = decoder.decoded(images)
-        return Scaled.of(pixels, geometry) if form.with_scale else pixels
-
     def _item_indices(self, lengths: Integers, *starts: Integers) -> Sequence[Tensor]:
         """Return the indices of all items of runs, on the device, for each array of starts.
 
@@ -298,12 +288,8 @@ class Fetch:
         self.widths = widths  # The largest sizes in each step.
         self._rows = rows
         self._bounds = bounds  # Step ``s`` has the rows ``bounds[s]`` to ``bounds[s + 1]``.
-        self._layout: Any = None  # The allocator and padding of the cached items.
-        self._padded_widths = bounds  # The widths of each step in this layout.
-        self._item_bounds: list[int] = []  # Like `_bounds`, in items of this layout.
-        #: The steps whose items are cached.
-        self._cached_steps = range(0)
-        self._cached_items = torch.empty(0)
+        self._layout: Any = None  # The allocator and padding of the cached steps.
+        self._cached: dict[int, Tensor] = {}  # The items of some steps in this layout.
 
     def of_step(self, step: int, allocate: Allocate, pad: tuple[float, int] | None) -> Tensor:
         """Return the items of a step, of shape (items, *item shape): packed, or padded like `Pad`.
@@ -313,44 +299,31 @@ class Fetch:
             allocate: Allocates the memory.
             pad: The value and the multiple of the padding; None to pack.
         """
-        if self._layout != (allocate, pad):
-            self._change_layout(allocate, pad)
-        if step not in self._cached_steps:
-            limit = self._item_bounds[step] + _TOGETHER_BYTES // max(1, self._rows.field.item_bytes)
-            stop = max(step + 1, bisect_right(self._item_bounds, limit) - 1)
-            # Drop the old items first, so that their memory is reused while it is in the caches.
-            self._cached_steps = range(0)
-            self._cached_items = torch.empty(0)
-            self._cached_items = self._copied(range(step, stop), allocate, pad)
-            self._cached_steps = range(step, stop)
-        first = self._item_bounds[self._cached_steps.start]
-        return self._cached_items[
-            self._item_bounds[step] - first : self._item_bounds[step + 1] - first
-        ]
-
-    def _change_layout(self, allocate: Allocate, pad: tuple[float, int] | None) -> None:
-        """Compute where the items of each step begin in another layout, and drop the cache."""
+        if self._layout == (allocate, pad) and step in self._cached:
+            return self._cached[step]
+        rows = self._rows
+        counts = np.diff(self._bounds)
         multiple = 1 if pad is None else pad[1]
-        self._padded_widths = -(-np.array(self.widths) // multiple) * multiple
+        widths = -(-np.array(self.widths) // multiple) * multiple
+        sizes = counts * widths.prod(axis=1)
         if pad is None:
-            items_before_row = np.append(0, np.cumsum(self._rows.lengths))
-            self._item_bounds = items_before_row[self._bounds].tolist()
-        else:
-            counts = np.diff(self._bounds) * self._padded_widths.prod(axis=1)
-            self._item_bounds = np.append(0, np.cumsum(counts)).tolist()
-        self._layout = allocate, pad
-        self._cached_steps = range(0)
-
-    def _copied(self, steps: range, allocate: Allocate, pad: tuple[float, int] | None) -> Tensor:
-        """Return the items of several steps in the current layout."""
-        bounds = self._bounds[steps.start : steps.stop + 1]
-        rows = self._rows[bounds[0] : bounds[-1]].replaced(allocate=allocate)
+            sizes = np.diff(np.append(0, np.cumsum(rows.lengths))[self._bounds])
+        chunks = starts_of(sizes * rows.field.item_bytes) // _TOGETHER_BYTES
+        steps = np.flatnonzero(chunks == chunks[step])
+        # Drop the old items first, so that their memory is reused while it is in the caches.
+        self._cached = {}
+        here = rows[self._bounds[steps[0]] : self._bounds[steps[-1] + 1]]
+        here = here.replaced(allocate=allocate)
         # Not inference tensors, because inference mode may end before the last of the steps.
         with torch.inference_mode(False):
             if pad is None:
-                return rows.packed()
-            step_widths = self._padded_widths[steps.start : steps.stop]
-            return rows.padded_each(np.repeat(step_widths, np.diff(bounds), axis=0), pad[0])
+                items = here.packed()
+            else:
+                items = here.padded_each(np.repeat(widths[steps], counts[steps], axis=0), pad[0])
+        by_step = items.split_with_sizes(sizes[steps].tolist())
+        self._cached = dict(zip(steps.tolist(), by_step, strict=True))
+        self._layout = allocate, pad
+        return self._cached[step]
 
 
 def _contiguous_runs(rows: VariableRows, widths: Integers) -> tuple[Integers, Integers, Integers]:

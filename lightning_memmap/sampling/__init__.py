@@ -20,10 +20,9 @@ Modules, from the bottom up:
     permutations  the order within shards, from random bits
     sampler       an order; dataset order and shuffled order, which are computed
     table_sampler orders that draw and arrange rows in a table of an epoch
-    factory       how an order is made from the user's options
+    factory       how an order is made from the user's options, and from values of rows
     weighted, bucketed, mixture, curriculum, packed
                   further orders, each with the option that makes it
-    items         what a loss is a mean over, at each position
     packing       how documents are packed into sequences
     selection     which rows of which store each split uses
     schedule      how an epoch is divided into steps and into blocks

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self, override
 
 from lightning_memmap.errors import ReprAsCall, check_integer
-from lightning_memmap.sampling.columns import Column, field_values
+from lightning_memmap.sampling.columns import Column, read_whole_column
 from lightning_memmap.sampling.factory import Fields, SamplerFactory, check_per_row, per_row_array
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import (
@@ -102,7 +102,7 @@ class Bucketed(ReprAsCall, SamplerFactory):
         if isinstance(self.lengths, str):
             return fields.lengths(self.lengths)
         if isinstance(self.lengths, Column):
-            values = field_values("Bucketed: lengths", fields, self.lengths)
+            values = read_whole_column("Bucketed: lengths", fields, self.lengths)
             ranks: Integers = np.unique(values, return_inverse=True)[1]
             return ranks
         lengths = per_row_array("Bucketed: lengths", self.lengths, fields.num_rows)

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_memmap.sampling.factory import Fields
-from lightning_memmap.sampling.rows import Integers
 
 
 @dataclass(frozen=True)
@@ -109,36 +108,41 @@ class EpochColumn:
         return self.column.identity
 
 
-def read_at_set_up(argument: str, column: Column, fields: Fields) -> ColumnValues:
-    """Read a column that decides the rows of shards, and so cannot change from epoch to epoch."""
-    if column.each_epoch:
+def read_column(
+    argument: str, fields: Fields, field: str | Column
+) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """Read a field or a column that decides the rows of shards.
+
+    Args:
+        argument: The argument that the field is passed as, for errors.
+        fields: The fields of the dataset.
+        field: The name of the field, or the column.
+
+    Returns:
+        The values in all rows that have one, in dataset order, and which rows these are: a mask of
+        shape (num_rows,).
+    """
+    if isinstance(field, str):
+        has_value = fields.given(field)
+        return fields.values(field, np.flatnonzero(has_value)), has_value
+    if field.each_epoch:
         raise ValueError(
-            f"{argument}={column!r}: the rows of each device are chosen once, so each_epoch=True is"
+            f"{argument}={field!r}: the rows of each device are chosen once, so each_epoch=True is"
             " only possible in Weighted(...). Use the results of another run"
         )
-    return column.read(DatasetIdentity.of(fields))
+    values, has_value, _ = field.read(DatasetIdentity.of(fields))
+    return values[has_value], has_value
 
 
-def field_values(
-    argument: str, fields: Fields, field: str | Column, rows: Integers | None = None
-) -> NDArray[Any]:
-    """Return the value of a field or a column in each row; see `Fields.values`."""
-    if isinstance(field, str):
-        return fields.values(field, rows)
-    values, is_given, _ = read_at_set_up(argument, field, fields)
-    rows = np.arange(fields.num_rows) if rows is None else rows
-    missing = rows[~is_given[rows]]
+def read_whole_column(argument: str, fields: Fields, field: str | Column) -> NDArray[Any]:
+    """Read a field or a column that must have a value in each row, of shape (num_rows,)."""
+    values, has_value = read_column(argument, fields, field)
+    missing = np.flatnonzero(~has_value)
     if len(missing):
         raise ValueError(
-            f"{argument}={field!r}: {len(missing)} of {len(rows)} rows have no value, such as row"
-            f" {missing[0]}: use the results of a run with all rows, or a function that returns a"
-            " value for each row"
+            f"{argument}={field!r}: {len(missing)} of {fields.num_rows} rows have no value, such as"
+            f" row {missing[0]}: store a value such as -1 instead of None, or leave these rows out"
+            " of the dataset; results must be of a run with all rows, or get a value for each row"
+            " from a function"
         )
-    return values[rows]
-
-
-def field_is_given(argument: str, fields: Fields, field: str | Column) -> NDArray[np.bool_]:
-    """Return in which rows a field or a column has a value; see `Fields.given`."""
-    if isinstance(field, str):
-        return fields.given(field)
-    return read_at_set_up(argument, field, fields).is_given
+    return values

@@ -152,19 +152,6 @@ class CurriculumSampler(TableSampler):
         return offsets
 
     @override
-    def grid(
-        self, epoch: int, start: int, stop: int, shards: Integers, shard_starts: Integers
-    ) -> Integers:
-        order = self._order(epoch)
-        merged_starts = self.pool.file_starts
-        order_starts = order.pool.file_starts
-        if merged_starts is None or order_starts is None:
-            return super().grid(epoch, start, stop, shards, shard_starts)
-        # In both pools, the rows of a shard are consecutive in the files: no table is needed.
-        shifts = (order_starts - merged_starts)[shards]
-        return order.grid(epoch, start, stop, shards, shard_starts + shifts)
-
-    @override
     def in_blocks(self, block: int) -> Self:
         # In blocks, some stages hold other rows in their shards.
         stages = ((epoch, sampler.in_blocks(block)) for epoch, sampler in self.stages.pairs)

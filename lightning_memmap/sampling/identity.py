@@ -70,11 +70,16 @@ def difference_of(
         The name of what differs, such as ``windows.length``, its value in the checkpoint and now,
         and what to resume with. None if the orders are equal.
     """
-    difference = min(_differences(saved, now), key=_is_digest, default=None)
-    if difference is None:
+    differences = [*_differences(saved, now)]
+    if not differences:
         return None
-    path, saved_value, value = difference
-    name = _name(path)
+    # The length or digest of an array tells a user least.
+    digests = [
+        path[-1] in ("length", "digest") and path[-2:-1] != ("windows",) for path, *_ in differences
+    ]
+    path, saved_value, value = differences[digests.index(min(digests))]
+    name = ".".join(name for name in path if name != "shards")
+    name = re.sub(r"\.epoch (\d+)", r"[\1]", name)
     was = _text(saved_value)
     remedy = _REMEDIES.get(path[-1], "{name}={was}")
     return name, was, _text(value), remedy.format(name=name, was=was)
@@ -93,17 +98,6 @@ def _differences(
             # None may be the value of an option, but not a mapping.
             missing = _MISSING if isinstance(a, Mapping) or isinstance(b, Mapping) else None
             yield (*path, key), missing if a is None else a, missing if b is None else b
-
-
-def _is_digest(difference: tuple[tuple[str, ...], Any, Any]) -> bool:
-    """Check whether only the length or digest of an array differs, which tells a user least."""
-    path = difference[0]
-    return path[-1] in ("length", "digest") and path[-2:-1] != ("windows",)
-
-
-def _name(path: tuple[str, ...]) -> str:
-    names = ".".join(name for name in path if name != "shards")
-    return re.sub(r"\.epoch (\d+)", r"[\1]", names)
 
 
 def _text(value: Any) -> str:

@@ -108,7 +108,10 @@ class Mixture(ReprAsCall, SamplerFactory):
         shares = np.array([self.shares[name] for name in names])
         shares /= shares.max()  # The sum of very large numbers would be infinite.
         shares /= shares.sum()
-        batch = self._global_batch(pool)
+        # Rows of a global batch, or 0 if batches may mix sets.
+        batch = pool.global_batch or 0 if self.by_batch else 0
+        if self.by_batch and not batch:
+            raise ValueError(f"{self!r}: by_batch=True needs a pool with a global_batch")
         count = pool.num_rows if self.num_samples is None else self.num_samples
         # With by_batch, a set has a whole number of batches.
         unit = batch or 1
@@ -142,14 +145,6 @@ class Mixture(ReprAsCall, SamplerFactory):
         if windows is not None:
             bounds = np.append(windows.starts, windows.num_rows)[bounds]
         return joined.stores, np.diff(bounds)
-
-    def _global_batch(self, pool: Pool) -> int:
-        """Return the rows of a global batch, or 0 if batches may mix sets."""
-        if not self.by_batch:
-            return 0
-        if not pool.global_batch:
-            raise ValueError(f"{self!r}: by_batch=True needs a pool with a global_batch")
-        return pool.global_batch
 
 
 def _round_to_sum(numbers: NDArray[np.float64], total: int) -> list[int]:

@@ -397,9 +397,6 @@ class BlockPermutation:
             first = max(start, block_start) - block_start
             grid = within.grid(first, min(stop, block_stop) - block_start, shards, zeros)
             runs = self.runs(number)
-            if len(runs) == 1:
-                grids.append(grid + runs[0].start)
-                continue
             run_starts = starts_of(np.array([len(run) for run in runs]))
             shifts = np.array([run.start for run in runs]) - run_starts
             grids.append(Runs(run_starts, shifts).at(grid))

@@ -27,9 +27,6 @@ from lightning_memmap.sampling.identity import Numbers
 #: Default number of shards below `_MANY_ROWS` rows, and from there on.
 _DEFAULT_SHARDS = 24, 192
 _MANY_ROWS = 20_000
-#: Up to this many windows, the series of each is looked up in a table of 4 bytes per window: a
-#: search takes several times as long as copying a short window.
-_MAX_TABLE_WINDOWS = 2**23
 
 
 def default_shards(num_rows: int) -> int:
@@ -220,13 +217,9 @@ class StoreRows(Rows):
     def file_rows(self, numbers: Integers) -> Integers:
         return self.shards.file_rows(self.dataset_rows(numbers))
 
-    @cached_property
-    def _own_shards(self) -> Shards:
-        return Shards(self.num_rows, self.shards.num_shards)
-
     @override
     def numbers_at(self, ranks: Integers) -> Integers:
-        return self._own_shards.rows(ranks)
+        return Shards(self.num_rows, self.shards.num_shards).rows(ranks)
 
     @override
     def dataset_rows(self, numbers: Integers) -> Integers:
@@ -402,14 +395,7 @@ class WindowedRows(Rows):
 
     def in_series(self, ranks: Integers) -> tuple[Integers, Integers]:
         """Find windows by storage rank: the storage rank of the series, and the window in it."""
-        if len(self.counts) == 1 or self.num_rows > _MAX_TABLE_WINDOWS:
-            return _in_series(self.starts, ranks)
-        series = self._series_table[ranks].astype(np.int64)
-        return series, ranks - self.starts[series]
-
-    @cached_property
-    def _series_table(self) -> NDArray[np.uint32]:
-        return np.repeat(np.arange(len(self.counts), dtype=np.uint32), self.counts)
+        return _in_series(self.starts, ranks)
 
     @override
     def file_rows(self, numbers: Integers) -> Integers:

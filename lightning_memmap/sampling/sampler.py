@@ -152,13 +152,13 @@ class Sampler(ABC):
             ((stop - start) * S,), row by row. Undefined past the last position.
         """
 
-    @abstractmethod
     def in_blocks(self, block: int) -> Self:
         """Return this order with ``block`` positions of each shard permuted together.
 
         Raises:
             ValueError: The order can't be divided into blocks.
         """
+        return replace(self, shuffle_block=block)
 
     def block_runs(self, epoch: int, number: int) -> list[range] | None:
         """Return the offsets that a block holds of each shard, as runs of consecutive offsets.
@@ -334,10 +334,6 @@ class ComputedSampler(Sampler):
         self, epoch: int, start: int, stop: int, shards: Integers, shard_starts: Integers
     ) -> Integers:
         return self._permutation(epoch).grid(start, stop, shards, shard_starts)
-
-    @override
-    def in_blocks(self, block: int) -> Self:
-        return replace(self, shuffle_block=block)
 
 
 @dataclass(frozen=True)

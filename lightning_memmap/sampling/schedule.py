@@ -89,12 +89,6 @@ class BatchSchedule:
     start: int = 0
     skipped: tuple[tuple[int, int], ...] = ()
 
-    def __post_init__(self) -> None:
-        if self.global_batch < 1:
-            raise ValueError(f"global_batch={self.global_batch}: must be at least 1 row")
-        if not 0 <= self.start <= self.num_rows:
-            raise ValueError(f"start={self.start}: outside the epoch's {self.num_rows} rows")
-
     @cached_property
     def stretches(self) -> tuple[ConsecutiveSteps, ...]:
         """The steps between skipped positions."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import ReprAsCall, check_integer, check_number
-from lightning_memmap.sampling.columns import Column, field_is_given, field_values
+from lightning_memmap.sampling.columns import Column, read_column, read_whole_column
 from lightning_memmap.sampling.factory import Fields
 from lightning_memmap.sampling.permutations import random_bits
 from lightning_memmap.sampling.rows import Integers
@@ -86,9 +86,8 @@ class _Named(ReprAsCall, Selection):
         what = f"subset of {split}"
         if self.field is None:
             return check_rows(self.rows, fields.num_rows, what)
-        has_value = field_is_given("field", fields, self.field)
+        column, has_value = read_column("field", fields, self.field)
         rows = np.flatnonzero(has_value)
-        column = field_values("field", fields, self.field, rows)
         if self.where is not None:
             mask = np.asarray(self.where(column))
             if mask.dtype != np.bool_ or mask.shape != rows.shape:
@@ -174,10 +173,6 @@ class _HoldingOut(Selection):
     """Validates on some rows of the training store, and trains on all others."""
 
     splits = ("train", "val")
-    stratify: str | Column | None = None
-    group: str | Column | None = None
-    shuffle: bool = True
-    seed: int = 0
 
     @override
     def stored_split(self, split: str) -> str:
@@ -194,7 +189,19 @@ class _HoldingOut(Selection):
     def _held_out(self, member: int, fields: Fields) -> NDArray[Any]:
         """Select the rows to validate on, as numbers or as a mask."""
 
-    def _check_division(self) -> None:
+
+@dataclass(eq=False, repr=False)
+class _Dividing(ReprAsCall, _HoldingOut):
+    """Validates on rows that are divided at random, by the values of a field if one is named."""
+
+    shuffle = True
+
+    _: KW_ONLY
+    stratify: str | Column | None = None
+    group: str | Column | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
         self.seed = check_seed(self.seed)
         _check_field(f"{type(self).__name__}: stratify", self.stratify)
         _check_field(f"{type(self).__name__}: group", self.group)
@@ -214,14 +221,15 @@ class _HoldingOut(Selection):
         """Return all rows in random order, grouped by the value of ``stratify`` if it is set."""
         keys = [self._keys(fields.num_rows)]
         if self.stratify is not None:
-            keys.append(self._values("stratify", self.stratify, fields))
+            argument = f"{type(self).__name__}: stratify"
+            keys.append(read_whole_column(argument, fields, self.stratify))
         return np.lexsort(keys)
 
     def _groups(
         self, field: str | Column, fields: Fields, min_groups: int
     ) -> tuple[Integers, Integers]:
         """Return the group of each row, and the number of rows of each group."""
-        values = self._values("group", field, fields)
+        values = read_whole_column(f"{type(self).__name__}: group", fields, field)
         _, groups, sizes = np.unique(values, return_inverse=True, return_counts=True)
         if len(sizes) < min_groups:
             raise ValueError(
@@ -231,20 +239,9 @@ class _HoldingOut(Selection):
             )
         return groups, sizes
 
-    def _values(self, name: str, field: str | Column, fields: Fields) -> NDArray[Any]:
-        """Return the values of a field that divides rows, which must not be None in any row."""
-        missing = np.flatnonzero(~field_is_given(name, fields, field))
-        if len(missing):
-            raise ValueError(
-                f"{type(self).__name__}: {name}={field!r}: the field is None in {len(missing)} of"
-                f" {fields.num_rows} rows, such as row {missing[0]}: store a value such as -1"
-                " instead, or a dataset without these rows"
-            )
-        return field_values(name, fields, field)
-
 
 @dataclass(eq=False, repr=False)
-class RandomSplit(ReprAsCall, _HoldingOut):
+class RandomSplit(_Dividing):
     """Holds out random rows of the training store, to validate on.
 
     Args:
@@ -264,13 +261,9 @@ class RandomSplit(ReprAsCall, _HoldingOut):
     """
 
     validation: int | float = 0.1
-    _: KW_ONLY
-    stratify: str | Column | None = None
-    group: str | Column | None = None
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        self._check_division()
+        super().__post_init__()
         number = check_number("validation", self.validation)
         validation = int(self.validation) if isinstance(self.validation, Integral) else number
         is_valid = validation >= 1 if isinstance(validation, int) else 0 < validation < 1
@@ -320,7 +313,7 @@ class Holdout(_HoldingOut, _Named):
 
 
 @dataclass(eq=False, repr=False)
-class KFold(ReprAsCall, _HoldingOut):
+class KFold(_Dividing):
     """Holds out one of several folds of the training store, to validate on.
 
     The fold is the ``member`` of the data module. Each row is in one fold, and the sizes of folds
@@ -346,12 +339,9 @@ class KFold(ReprAsCall, _HoldingOut):
     num_folds: int
     _: KW_ONLY
     shuffle: bool = True
-    stratify: str | Column | None = None
-    group: str | Column | None = None
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        self._check_division()
+        super().__post_init__()
         reason = "must be at least 2, since one fold is held out"
         self.num_folds = check_integer("num_folds", self.num_folds, 2, reason)
         if not isinstance(self.shuffle, bool):

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler, StackDataset, Subset
 
 from lightning_memmap import ColumnDataset, MemmapDataModule
-from lightning_memmap.data.planner import FIRST_STEPS
+from lightning_memmap.data.set_up import FIRST_STEPS
 from lightning_memmap.errors import DatasetError, SchemaError, StoreError, StoreNotFoundError
 from lightning_memmap.loading import loader
 from lightning_memmap.sampling import Bucketed, Mixture, Weighted

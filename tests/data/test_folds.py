@@ -123,7 +123,7 @@ def test_member_in_the_directory_gives_each_a_store_of_its_own(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"subset": KFold(2), "val_dataset": Points(5)}, "seed=0) with a val_dataset"),
+        ({"subset": KFold(2), "val_dataset": Points(5)}, ") with a val_dataset"),
         ({"member": -1}, "member=-1: members are counted from 0"),
         ({"member": 1}, "member=1: "),
     ],

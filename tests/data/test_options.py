@@ -11,8 +11,7 @@ import torch
 from jsonargparse import ArgumentParser
 
 from lightning_memmap import MemmapDataModule, open_store
-from lightning_memmap.data.option_attributes import Option, OptionAttributes
-from lightning_memmap.data.options import OPTIONS, DataOptions
+from lightning_memmap.data.options import OPTIONS, DataOptions, Option, OptionAttributes
 from lightning_memmap.errors import StoreNotFoundError
 from lightning_memmap.sampling import (
     Bucketed,

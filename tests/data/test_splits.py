@@ -360,13 +360,13 @@ DATED: Any = [
     ("rows", "option", "words"),
     [
         (DATED, {"sampler": Weighted("words")}, r"field 'words': .*list of text"),
-        (DATED, {"subset": RandomSplit(0.5, stratify="note")}, "stratify='note': .* 6 of 24"),
+        (DATED, {"subset": RandomSplit(0.5, stratify="note")}, "stratify='note': 6 of 24"),
         (
             AGED,
             {"subset": RandomSplit(0.5, stratify="age")},
-            "stratify='age': .* 8 of 24",
+            "stratify='age': 8 of 24",
         ),
-        (AGED, {"subset": RandomSplit(0.5, group="age")}, "group='age': .* 8 of 24"),
+        (AGED, {"subset": RandomSplit(0.5, group="age")}, "group='age': 8 of 24"),
         (
             AGED,
             {"sampler": Weighted("age")},

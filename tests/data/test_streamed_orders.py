@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.data import planner as planner_module
+from lightning_memmap.data import set_up as set_up_module
 from lightning_memmap.errors import PlacementError, StoreError
 from lightning_memmap.loading import row_file
 from lightning_memmap.loading.stream import LOOKUP_BYTES
@@ -123,7 +123,7 @@ def test_window_that_does_not_fit_is_refused_with_one_that_does(
 ) -> None:
     # Of 12 shards, two windows of 40 rows of 65 tokens, and of what it takes to look them up.
     budget = 2 * 12 * 40 * (65 * 4 + LOOKUP_BYTES)
-    monkeypatch.setattr(planner_module, "compute_budgets", lambda *_: {torch.device("cpu"): budget})
+    monkeypatch.setattr(set_up_module, "compute_budgets", lambda *_: {torch.device("cpu"): budget})
     options: dict[str, Any] = {"sampler": Mixture({"a": 1, "b": 1})}
     with pytest.raises(PlacementError, match="shuffle_block=40 or less"):
         token_data(tmp_path, {"a": 900, "b": 60}, **options, shuffle_block=50)

@@ -15,7 +15,7 @@ import torch
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError
-from lightning_memmap.loading import Scaled, fetch, image_decoder
+from lightning_memmap.loading import Scaled, decoding, fetch
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.variable_batch import LayoutCollate
@@ -53,8 +53,8 @@ class Counter:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         self.threads: set[str] = set()
-        self._decode = image_decoder.decode_image
-        monkeypatch.setattr(image_decoder, "decode_image", self)
+        self._decode = decoding.decode_image
+        monkeypatch.setattr(decoding, "decode_image", self)
 
     def __call__(self, *arguments: Any) -> Any:
         self.count += 1

@@ -59,7 +59,8 @@ def test_rows_are_found_where_they_lie_with_a_table_or_without(
     rows = sampler.dataset_rows(epoch, positions)
     every = found_at.pool.rows
     expected = (StoreRows(every.shards) if isinstance(every, StoreRows) else every).file_rows(rows)
-    expected = found_at.slots_of_file_rows(expected)
+    if found_at.to_slots is not None:
+        expected = found_at.to_slots(expected)
     found = found_at.locate(sampler, epoch, positions)
     assert found.dtype == np.int64
     assert found.tolist() == expected.tolist()

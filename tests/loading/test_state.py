@@ -37,7 +37,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"steps": 0}, r"steps=0: .*position=16"),
     ({"num_positions": 15}, r"position=16 of num_positions=15"),
     ({"sampler": 1}, r"Expected `object`.*\$\.sampler"),
-    ({"sampler": {"shards": 3}}, r"Expected `object`.*\$\.shards"),
+    ({"sampler": {"shards": 3}}, r"sampler: the shards"),
     ({"weights": 1}, r"unknown field `weights`"),
 ]
 #: Another order, and what the error of the epoch says of it.

@@ -489,16 +489,3 @@ def test_step_plan_any_counts_covers_the_epoch_with_a_row_for_every_consumer(
 def test_step_plan_step_outside_raises_index_error(step: int) -> None:
     with pytest.raises(IndexError, match=f"step={step}: the schedule has 3 steps"):
         BatchSchedule(12, 4, 4).bounds(step)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({"global_batch": 0}, "global_batch=0"),
-        ({"global_batch": 4, "start": 13}, "start=13"),
-        ({"global_batch": 4, "start": -1}, "start=-1"),
-    ],
-)
-def test_step_plan_bad_argument_is_named(arguments: dict[str, int], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        BatchSchedule(num_rows=12, num_shards=4, **arguments)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -10,10 +11,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import IterableDataset
 
 from lightning_memmap._compat.loops import copy_hyperparameters
-from lightning_memmap.data.convert.loader_facts import LoaderFacts, read_loader
-from lightning_memmap.data.convert.loader_tree import LoaderTree
+from lightning_memmap.data.convert.loader_facts import LoaderFacts, LoaderTree
 from lightning_memmap.data.options import DataOptions
-from lightning_memmap.data.splits import SPLITS_OF_STAGE, check_store_name, has_several
+from lightning_memmap.data.splits import SPLITS_OF_STAGE
 from lightning_memmap.errors import with_article
 from lightning_memmap.sampling.selection import Subset
 
@@ -38,9 +38,8 @@ class LoaderSource:
     def __init__(self, datamodule: L.LightningDataModule, chosen: Iterable[str]) -> None:
         self.datamodule = datamodule
         self._chosen = frozenset(chosen)
-        #: The loaders of each split, and their facts by key.
+        #: The loaders of each split.
         self._trees: dict[str, LoaderTree] = {}
-        self._facts: dict[str, dict[Any, LoaderFacts]] = {}
         #: The stages that the process that builds the stores has set up in advance.
         self._stages_ready: set[str] = set()
         #: The options that were read last.
@@ -78,10 +77,13 @@ class LoaderSource:
 
         Each of several training loaders has its own data module.
         """
-        if f"{kind}_dataset" in self._chosen:
-            return True
         is_separate = kind == "train" and self.training_sets is not None
-        return bool(self._facts.get(kind)) and not is_separate
+        return self._has_loader(kind) and not is_separate
+
+    def _has_loader(self, kind: str) -> bool:
+        """Return whether a split has a loader, or a dataset that replaces its loaders."""
+        is_chosen = f"{kind}_dataset" in self._chosen
+        return is_chosen or bool(self._trees.get(kind, LoaderTree()).facts)
 
     @property
     def training_sets(self) -> LoaderTree | None:
@@ -91,10 +93,9 @@ class LoaderSource:
 
     def options_of_sets(self) -> dict[Any, dict[str, Any]]:
         """Return the options of a data module for each of several training sets."""
-        if self.training_sets is None:
-            return {}
         by_key = dict[Any, dict[str, Any]]()
-        for key, facts in self._facts["train"].items():
+        tree = self.training_sets or LoaderTree()
+        for key, facts in tree.facts.items():
             options = {"train_dataset": facts.dataset, "num_workers": facts.num_workers}
             options |= _training_options(facts)
             options["subset"] = None if facts.subset is None else {"train": facts.subset}
@@ -109,11 +110,6 @@ class LoaderSource:
         several = [*loaders.values()] if isinstance(loaders, dict) else loaders
         by_key = zip(tree.loaders, several if tree.has_several else [loaders], strict=True)
         return tree.combine(dict(by_key))
-
-    def prepare_data(self, trainer: L.Trainer | None) -> None:
-        """Call the data module's own ``prepare_data``. One process per node calls it."""
-        self.datamodule.trainer = trainer
-        self.datamodule.prepare_data()
 
     def read(
         self,
@@ -147,8 +143,12 @@ class LoaderSource:
             self.datamodule.setup(name)
             for kind in SPLITS_OF_STAGE[name]:
                 self._read_split(kind)
-            if stage is not None:
-                self._check_stage(stage, SPLITS_OF_STAGE[stage][0])
+            if stage is not None and not self._has_loader(kind := SPLITS_OF_STAGE[stage][0]):
+                raise ValueError(
+                    f"stage={getattr(stage, 'value', stage)!r}: {type(self.datamodule).__name__}"
+                    f" defines no {kind}_dataloader, or it returned no loader: define it, or run"
+                    " another stage"
+                )
             if in_advance:
                 self._stages_ready.add(name)
         return self._apply(options)
@@ -159,9 +159,9 @@ class LoaderSource:
         Raises:
             ValueError: Their rows differ from the rows that are set up.
         """
-        before = self._facts.get(kind, {})
+        before = self._trees.get(kind, LoaderTree()).facts
         self._read_split(kind)
-        after = self._facts.get(kind, {})
+        after = self._trees.get(kind, LoaderTree()).facts
         if before.keys() != after.keys() or not all(
             before[key].has_rows_of(after[key]) for key in after
         ):
@@ -201,29 +201,7 @@ class LoaderSource:
             return
         method = f"{kind}_dataloader"
         loaders = getattr(self.datamodule, method)() if self._is_overridden(method) else None
-        tree = LoaderTree.of(method, loaders)
-        facts = {
-            key: read_loader(tree.name(key), loader, kind == "train", self._chosen)
-            for key, loader in tree.loaders.items()
-        }
-        for key in facts if tree.has_several else ():
-            check_store_name(method, key)
-        datasets = {key: stated.dataset for key, stated in facts.items()}
-        if facts and tree.has_several and not has_several(tree.rebuild(datasets)):
-            raise TypeError(
-                f"{method}: the datasets of several loaders look like rows of one: make each a"
-                " torch.utils.data.Dataset; see docs/guides/existing.md"
-            )
-        self._trees[kind] = tree
-        self._facts[kind] = facts
-
-    def _check_stage(self, stage: str, kind: str) -> None:
-        if f"{kind}_dataset" not in self._chosen and not self._facts.get(kind):
-            name = getattr(stage, "value", stage)
-            raise ValueError(
-                f"stage={name!r}: {type(self.datamodule).__name__} defines no {kind}_dataloader, or"
-                " it returned no loader: define it, or run another stage"
-            )
+        self._trees[kind] = LoaderTree.read(method, loaders, kind == "train", self._chosen)
 
     def _options(self) -> dict[str, Any]:
         """Return the options that all loaders read so far stand for."""
@@ -231,31 +209,24 @@ class LoaderSource:
         eval_batch_sizes = dict[str, int]()
         subsets = dict[str, Subset]()
         for kind, tree in self._trees.items():
-            facts = self._facts[kind]
             is_separate = kind == "train" and tree.has_several
-            datasets = {key: stated.dataset for key, stated in facts.items()}
-            is_here = facts and not is_separate
-            options[f"{kind}_dataset"] = tree.rebuild(datasets) if is_here else None
-            if kind == "train" and is_here:
-                options |= _training_options(facts[""])
-            for key, stated in facts.items():
+            options[f"{kind}_dataset"] = tree.datasets if tree.facts and not is_separate else None
+            for key, loader in tree.facts.items():
                 split = f"{kind}/{key}" if tree.has_several else kind
                 if kind != "train":
-                    eval_batch_sizes[split] = stated.batch_size
-                if stated.subset is not None and not is_separate:
-                    subsets[split] = stated.subset
+                    eval_batch_sizes[split] = loader.batch_size
+                elif not is_separate:
+                    options |= _training_options(loader)
+                if loader.subset is not None and not is_separate:
+                    subsets[split] = loader.subset
         options["eval_batch_size"] = eval_batch_sizes or None
         options["subset"] = subsets or None
-        options["num_workers"] = self._num_workers()
-        return options
-
-    def _num_workers(self) -> int:
-        """Return the largest number of workers of any loader; 0 if a dataset is a stream."""
-        facts = [stated for by_key in self._facts.values() for stated in by_key.values()]
+        facts = [facts for tree in self._trees.values() for facts in tree.facts.values()]
         # The option applies to all splits, and one process reads a stream.
-        if any(isinstance(stated.dataset, IterableDataset) for stated in facts):
-            return 0
-        return max((stated.num_workers for stated in facts), default=0)
+        is_stream = any(isinstance(loader.dataset, IterableDataset) for loader in facts)
+        num_workers = max((loader.num_workers for loader in facts), default=0)
+        options["num_workers"] = 0 if is_stream else num_workers
+        return options
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, without anything that was read from loaders."""
@@ -274,10 +245,15 @@ def _training_options(facts: LoaderFacts) -> dict[str, Any]:
 def chosen_options(options: DataOptions, defaults: Mapping[str, Any]) -> list[str]:
     """Return the names of options that differ from their defaults."""
     return [
-        name
-        for name, default in defaults.items()
-        if (value := getattr(options, name)) is not default and not _is_same(value, default)
+        name for name, default in defaults.items() if not _is_same(getattr(options, name), default)
     ]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    is_plain = isinstance(one, (int, float, str)) and type(one) is type(other)
+    return one is other or (is_plain and bool(one == other))
 
 
 def check_source(datamodule: Any, kind: type) -> None:
@@ -294,12 +270,42 @@ def check_source(datamodule: Any, kind: type) -> None:
         )
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    is_plain = all(isinstance(value, (int, float, str, dict)) for value in (one, other))
-    return one is other or (is_plain and type(one) is type(other) and _is_equal(one, other))
+class LoadersModule(L.LightningDataModule):
+    """A data module that returns existing loaders."""
+
+    def __init__(self, **by_split: Any) -> None:
+        super().__init__()
+        for split, loaders in by_split.items():
+            setattr(self, f"{split}_dataloader", partial(_existing, loaders))
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
-    return bool(one == other)
+def _existing(loaders: Any) -> Any:
+    return loaders
+
+
+def make_training_sets(
+    owner: Any, options_of_sets: Mapping[Any, Mapping[str, Any]], made: Mapping[Any, Any]
+) -> dict[Any, Any]:
+    """Make the data modules of several training loaders, each with its own store directory.
+
+    Args:
+        owner: The data module that reads the loaders, whose other options they share.
+        options_of_sets: The options of each by key; see `LoaderSource.options_of_sets`.
+        made: The data modules that were made before, whose options are updated.
+    """
+    modules = dict[Any, Any]()
+    for key, options in options_of_sets.items():
+        if (module := made.get(key)) is None:
+            module = owner.with_options(
+                store_dir=owner.options.store_dir / f"train-{key}",
+                val_dataset=None,
+                test_dataset=None,
+                predict_dataset=None,
+                eval_batch_size=None,
+            )
+            module._source = None
+        module.options = replace(module.options, **options)
+        module.trainer = owner.trainer
+        module._fabric = owner._fabric
+        modules[key] = module
+    return modules

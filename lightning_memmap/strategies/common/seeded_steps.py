@@ -13,7 +13,7 @@ import xxhash
 from lightning.pytorch import LightningModule
 from typing_extensions import override
 
-from lightning_memmap.loading.seeding import seeded
+from lightning_memmap.loading.transform import seeded
 from lightning_memmap.placement.topology import find_data_parallel_rank
 from lightning_memmap.sampling.sampler import MAX_SEED
 from lightning_memmap.strategies.common.base import MemmapStrategy

@@ -109,7 +109,8 @@ def bare_epochs_of(loader: SuperBatchLoader, batch: int) -> Callable[[], int]:
     """The fetches of an epoch, of the same rows in the same order."""
     rows, order = loader._rows.sources[0], loader.order
     places = torch.from_numpy(rows.locate(order, 0, range(order.num_positions)))
-    return lambda: bare_epoch(rows.columns.tensors, places, batch)
+    tensors = [column for column, _ in rows.columns._columns]
+    return lambda: bare_epoch(tensors, places, batch)
 
 
 def unchanged(batch: Any) -> Any:

@@ -135,8 +135,8 @@ _SAMPLING = [
     Fault(
         "sampling/selection.py",
         "folds are stratified by the random keys, not by the field",
-        'keys.append(self._values("stratify", self.stratify, fields))',
-        'keys.insert(0, self._values("stratify", self.stratify, fields))',
+        "keys.append(read_whole_column(argument, fields, self.stratify))",
+        "keys.insert(0, read_whole_column(argument, fields, self.stratify))",
         (
             "tests/sampling/test_selection.py::test_folds_hold_each_row_out_once_and_their_shares_of_each_value",
         ),
@@ -526,14 +526,14 @@ _LOADING = [
     Fault(
         "loading/super_batch.py",
         "the transforms of all processes draw the same numbers",
-        "consumer = self.rank + self.num_processes * index",
+        "consumer = self.topology.rank + self.topology.size * index",
         "consumer = index",
         (
             "tests/loading/test_transform.py::TestRandomness::test_random_transform_of_a_consumer_is_the_same_however_consumers_are_grouped",
         ),
     ),
     Fault(
-        "loading/seeding.py",
+        "loading/transform.py",
         "a transform changes the random state of the program",
         "            np.random.set_state(numpy_state)",
         "            pass",
@@ -546,8 +546,8 @@ _ROW_RANDOM = [
     Fault(
         "loading/row_random.py",
         "each epoch draws the same numbers for a row",
-        "return derive_seed(seed, epoch, stream)",
-        "return derive_seed(seed, 0, stream)",
+        "return _derive_key(self._seed, self._epoch, stream)",
+        "return _derive_key(self._seed, 0, stream)",
         (
             "tests/loading/test_row_random.py::TestDependence::test_numbers_depend_on_seed_epoch_row_and_position",
         ),
@@ -573,8 +573,8 @@ _ROW_RANDOM = [
     Fault(
         "loading/super_batch.py",
         "the rows of a data device get the numbers of other rows",
-        "start = (index - self.first) % self.num_devices",
-        "start = index",
+        "rows = slice((index - first) % len(devices), None, len(devices))",
+        "rows = slice(index, None, len(devices))",
         (
             "tests/loading/test_row_random_loader.py::TestOneNumberForEachRow::test_noise_does_not_depend_on_devices_or_order",
         ),
@@ -641,8 +641,8 @@ _DATA = [
     Fault(
         "data/set_up.py",
         "processes with other batch sizes train together",
-        '            "batch_size": self.options.batch_size,\n',
-        "",
+        'names = "seed", "batch_size", "shuffle"',
+        'names = "seed", "shuffle"',
         ("tests/contract/strategies/test_disagreement.py",),
     ),
     Fault(
@@ -660,7 +660,7 @@ _DATA = [
         ("tests/data/test_splits.py::test_checkpoint_of_another_subset_is_refused",),
     ),
     Fault(
-        "data/planner.py",
+        "data/set_up.py",
         "only validation keeps the order of the dataset",
         "if is_evaluated or not options.shuffle:",
         'if split.startswith("val") or not options.shuffle:',

@@ -164,7 +164,7 @@ def test_copy_to_the_host_that_is_not_waited_for_is_noticed(
     def send(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor.to(device, non_blocking=True)
 
-    for module in ("assembly", "variable_rows"):
+    for module in ("super_batch", "variable_rows"):
         monkeypatch.setattr(f"lightning_memmap.loading.{module}.send", send)
     loader = gpu_loader(numbered_store(96, 24, 2**12), "device")
     rows = [row for batch in loader for row in batch.to("cpu")["row"].tolist()]
