@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,12 @@ class RowResults(ResultWriter, L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Bring all results to the disk, because the run may be resumed from here."""
-        self._write_all(trainer)
+        if self._stage != "train" or self._loader is None:
+            return
+        # After an exception, other ranks may not get here.
+        with nullcontext() if trainer.interrupted else all_or_none():
+            # Rank zero saves the checkpoint once all ranks have written their rows.
+            self._write_all(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -2,10 +2,13 @@
 
 from itertools import chain
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
@@ -190,6 +193,44 @@ def test_row_results_of_other_fields_on_a_rank_raise_on_all(tmp_path: Path) -> N
         trainer.fit(PerRow(torch.int32), data)
     assert type(raised.value) is (StoreError, RankMismatchError)[trainer.global_rank]
     assert trainer.global_rank or "step int32" in str(raised.value)
+
+
+class SlowOnRankOne(RowResults):
+    def _write_all(self, trainer: Any) -> None:
+        sleep(0.3 * trainer.global_rank)
+        super()._write_all(trainer)
+
+
+class CountingRows(TorchCheckpointIO):
+    """Counts the rows that have results when a checkpoint is saved."""
+
+    def __init__(self, results: Path) -> None:
+        self.results = results
+        self.counts: list[int] = []
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        parts = self.results.glob("parts/*/*/marks")
+        self.counts.append(sum(marks.read_bytes().count(1) for marks in parts))
+        super().save_checkpoint(*args, **kwargs)
+
+
+@in_processes(2)
+def test_checkpoint_is_saved_once_all_ranks_have_written_their_rows(tmp_path: Path) -> None:
+    counting = CountingRows(tmp_path / "r")
+    trainer = make_trainer(
+        tmp_path,
+        strategy="ddp",
+        devices=2,
+        enable_checkpointing=True,
+        plugins=[counting],
+        callbacks=[
+            SlowOnRankOne(tmp_path / "r", ["row"]),
+            ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=3),
+        ],
+    )
+    data = MemmapDataModule(Points(61), store_dir=tmp_path / "stores", batch_size=4, num_shards=4)
+    trainer.fit(PerRow(), data)
+    assert counting.counts == ([24, 48] if trainer.is_global_zero else [])
 
 
 class ByRow(Regression):
