@@ -161,7 +161,9 @@ def kill(
                 break
     if blow is None:
         chosen = rng.choice(ranks)
-        is_killed = not chosen.ended_within(rng.uniform(0.1, 1.0) * fit_s)
+        # Two ranks have begun by now.
+        latest_s = fit_s if victim == "fit" else fit_s / 2
+        is_killed = not chosen.ended_within(rng.uniform(0.0, latest_s))
         if is_killed:
             chosen.kill()
     for rank in ranks:
