@@ -83,7 +83,8 @@ def main(
         for batch in loader:
             loss = F.cross_entropy(model(batch["image"]), batch["label"])
             optimizer.zero_grad()
-            fabric.backward(loss)
+            # The last steps of an epoch may have more rows on some processes than on others.
+            fabric.backward(loss * data.loss_scale())
             optimizer.step()
             state["steps"] += 1
             if state["steps"] == stop_after:

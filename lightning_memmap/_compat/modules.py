@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memmap._compat.dynamo import compiler_context
 from lightning_memmap._compat.tensors import num_writes, storage_id
+from lightning_memmap.errors import UnsuitableModuleError
 
 #: The class of modules and metrics that know their device.
 _KNOWS_DEVICE: Any = getattr(device_dtype_mixin, "_DeviceDtypeModuleMixin", ())
@@ -32,6 +34,19 @@ def set_own_device_attribute(module: nn.Module, device: torch.device) -> None:
 def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     """Replace all parameters and buffers of a module, as its method ``to`` does."""
     module._apply(function)  # type: ignore[no-untyped-call]
+
+
+def explain_missing_memory(module: nn.Module, reason: str) -> None:
+    """Add a reason to torch's error if anything moves a module with tensors on the meta device."""
+    # All of `to`, `cpu`, `half` and so on call it.
+    vars(module)["_apply"] = partial(_apply_or_raise, module, reason)
+
+
+def _apply_or_raise(module: nn.Module, reason: str, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return type(module)._apply(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+    except NotImplementedError as error:
+        raise UnsuitableModuleError(reason) from error
 
 
 def own_tensors(module: nn.Module) -> list[Tensor]:

@@ -33,6 +33,7 @@ def make_loader(
     set_up: SetUp,
     stores: SplitStores,
     trainer: L.Trainer | None,
+    strategy: Any,
     *,
     skipped: SkippedSteps,
     renew_rows: Callable[[], SplitRows | None],
@@ -44,6 +45,7 @@ def make_loader(
         set_up: The set-up.
         stores: The stores with the present options, some of which may differ from the set-up's.
         trainer: The Trainer, or None for a loader that is iterated over without one.
+        strategy: The strategy of the Trainer, or of a Fabric; None without both.
         skipped: The steps that the run has skipped so far.
         renew_rows: Returns the rows for the next epoch, for stores that are still being built.
     """
@@ -61,7 +63,7 @@ def make_loader(
                 " instead"
             )
         order = set_up.make_order(options)
-        training_options = _counting_options(order, set_up, options, trainer)
+        training_options = _counting_options(order, set_up, options, trainer, strategy)
         training_options["drop_last"] = options.drop_last
         training_options["progress"] = None if trainer is None else TrainerProgress(trainer)
         if not is_overfitting:
@@ -95,13 +97,16 @@ def make_loader(
 
 
 def _counting_options(
-    order: Sampler, set_up: SetUp, options: DataOptions, trainer: L.Trainer | None
+    order: Sampler,
+    set_up: SetUp,
+    options: DataOptions,
+    trainer: L.Trainer | None,
+    strategy: Any,
 ) -> dict[str, Any]:
     """Return the arguments of a loader that count the items of the loss; none if they are rows."""
     weight = options.weight
     if weight is None:
         return {"count_items": order.num_targets} if isinstance(order, PackedSampler) else {}
-    strategy = None if trainer is None else trainer.strategy
     is_weighting = hasattr(strategy, "add_training_loader")
     if trainer is not None and not is_weighting:
         num_processes = find_data_parallel_rank(strategy)[1]
@@ -114,8 +119,9 @@ def _counting_options(
     if isinstance(weight, str):
         fields = make_fields(set_up.stores["train"], order.pool.rows)
         return {"count_items": make_item_counter(weight, order, fields)}
-    # Without a strategy that weights losses, nobody needs the numbers.
-    return {"count_in_batch": weight} if is_weighting else {}
+    # Otherwise nobody needs the numbers.
+    is_needed = is_weighting or (trainer is None and strategy is not None)
+    return {"count_in_batch": weight} if is_needed else {}
 
 
 def _collate(split: str, set_up: SetUp, stores: SplitStores) -> Collate:

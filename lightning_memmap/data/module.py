@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
 
@@ -50,7 +51,11 @@ from lightning_memmap.loading.batches import BatchLoader
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.placement.plan import Placement
-from lightning_memmap.placement.topology import DataTopology, find_topology
+from lightning_memmap.placement.topology import (
+    DataTopology,
+    find_data_parallel_rank,
+    find_topology,
+)
 from lightning_memmap.process_group import leave_group_at_exit
 from lightning_memmap.ranks import check_ranks_match
 from lightning_memmap.sampling.factory import SamplerFactory
@@ -187,7 +192,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             batch's device; processes then add up one number in each step. By default, items are
             rows, and with `lightning_memmap.sampling.Packed` all tokens but the first of each
             document. A strategy of this package is required if there are several processes or
-            micro-batches.
+            micro-batches; under a Fabric, multiply losses by `loss_scale`.
         datamodule: Another data module, whose loaders state the datasets, batch sizes, samplers and
             ``drop_last``: see `from_datamodule`.
 
@@ -504,6 +509,39 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             fabric: The Fabric, already launched.
         """
         self._fabric = fabric
+
+    def loss_scale(self) -> float | Tensor:
+        """Return the factor of the loss of the last training batch, for a loop under a Fabric.
+
+        A Fabric averages gradients over processes evenly. If each process multiplies its mean loss
+        by the factor, the result is the gradient of the mean over all rows of the step, or over
+        what ``weight`` counts. Accumulated batches are not weighted against each other. All
+        processes must call it, because those with a function as ``weight`` add up one number.
+
+        Returns:
+            The factor, 1.0 with one process. If ``weight`` is a function, a tensor without
+            dimensions on the device of the batch.
+
+        Raises:
+            ValueError: The training loader has not returned a batch, or a Trainer uses it, whose
+                strategy weights losses itself.
+        """
+        step = None if self._train_loader is None else self._train_loader.delivered.last
+        if self.trainer is not None or step is None:
+            raise ValueError(
+                "loss_scale: call it after the training loader has returned a batch, in a loop"
+                " without a Trainer"
+            )
+        size = find_data_parallel_rank(self._strategy)[1]
+        if size == 1 or self._fabric is None:
+            return 1.0
+        total = None
+        if step.total is None:
+            # Processes of one data-parallel rank have the same rows.
+            total = self._fabric.all_reduce(step.local.clone(), reduce_op="sum")
+            total = total * size / self._fabric.world_size
+        scale: float | Tensor = step.scale(size, total)
+        return scale
 
     @property
     def _split_stores(self) -> SplitStores:
@@ -826,6 +864,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             self._set_up,
             self._split_stores,
             self.trainer,
+            self._strategy,
             skipped=self._skipped,
             renew_rows=partial(self._renew_rows, split),
         )

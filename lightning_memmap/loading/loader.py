@@ -360,6 +360,13 @@ class SuperBatchLoader:
         return range(start + (self._topology.rank - start) % size, stop, size)
 
     @property
+    def largest_step(self) -> int:
+        """The rows of this process in the largest step of an epoch that is not resumed."""
+        # All but the last two are equal.
+        steps = {0, max(0, self.num_steps - 2), self.num_steps - 1}
+        return max(len(self.step_positions(step)) for step in steps)
+
+    @property
     def start(self) -> LoaderState:
         """The state in which the current epoch began, or was resumed."""
         return self._progress.start

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -46,15 +47,22 @@ class StepWeight(NamedTuple):
     total: float | None
     by_row: NDArray[Any] | Tensor | None = None
 
-    def scale(self, factor: float, total: float | None = None) -> float:
+    def scale(self, factor: float, total: Any = None) -> Any:
         """Return ``factor`` times the fraction of all items, or of ``total``, that is local.
 
         If losses are multiplied by it, their average over ``factor`` processes is the mean over
-        items. It is 0 if there is no item.
+        items. It is 0 if there is no item, and a tensor if ``total`` is one.
         """
         total = self.total if total is None else total
         assert total is not None, "the items were counted in a batch"
+        if isinstance(total, Tensor):
+            return self.local * factor / positive_total(total)
         return self.local * factor / total if total else 0.0
+
+
+def positive_total(total: Tensor) -> Tensor:
+    """Return a total to divide by: 1 instead of 0."""
+    return total.where(total > 0, torch.ones_like(total))
 
 
 def row_weights(lengths: list[int], sizes: list[int]) -> list[StepWeight]:
@@ -152,6 +160,11 @@ class DeliveredSteps:
             for _, other in candidates
         )
         return DeliveredStep(number, num_rows, weight, is_ambiguous)
+
+    @property
+    def last(self) -> StepWeight | None:
+        """The weight of the latest batch that no strategy has taken; None if there is none."""
+        return self._pending[-1][1] if self._pending else None
 
     def num_items(self, steps: range) -> float:
         """Count the items of all processes in steps of the current epoch, without those skipped."""

@@ -116,6 +116,10 @@ def has_parameter(transform: BatchTransform, name: str) -> bool:
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
     """Seed torch's generators of the CPU and of a device, the current one; restore them at the end.
 
+    A CUDA graph that is replayed within the context draws the numbers of the seed: a replay begins
+    with the seed and the offset that the generator has then. The context must not begin or end
+    while a graph is captured.
+
     Args:
         device: The device.
         seed: Seed, ``0 <= seed < 2**63``.

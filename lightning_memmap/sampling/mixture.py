@@ -53,7 +53,7 @@ class Mixture(ReprAsCall, SamplerFactory):
     ``num_samples * share / sum(shares) / rows of the set`` times, rounded up or down, so that this
     is the mean over epochs. All steps have nearly the same shares. Each shard reads its rows of a
     set again and again, and an epoch continues where the previous one stopped: over 60 epochs, the
-    rows of a set are drawn equally often, within 4.
+    rows of a set are drawn equally often, within 4, unless a `Curriculum` changes the shares.
 
     Args:
         shares: The share of each set by its name in ``train_dataset``, not negative. They need not

@@ -123,6 +123,8 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
     """
 
     strategy_name = "memmap_fsdp2"
+    # `setup` checks how the module was sharded.
+    continues_split = "FSDP2"
     # From a file. From a folder, `load_checkpoint` restores them.
     lightning_restore_optimizer = True
 
@@ -304,10 +306,6 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
                 )
         forget_interrupted_step(sharded)
         drop_kept_gradients(sharded)
-
-    @override
-    def check_module(self, module: L.LightningModule) -> None:
-        """Do nothing: `setup` checks how the module was sharded."""
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:

@@ -24,6 +24,7 @@ from lightning_memmap._compat.dynamo import compiler_context
 from lightning_memmap._compat.modules import is_called_in
 from lightning_memmap._compat.tensors import after_backward
 from lightning_memmap.errors import check_integer
+from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.process_group import broadcast
 from lightning_memmap.strategies.common.base import STEPS
 from lightning_memmap.strategies.common.split_module import SplitModule
@@ -77,6 +78,7 @@ class PipelineStrategy(SplitModule, DDPStrategy):
     """
 
     strategy_name = "memmap_pipeline"
+    continues_split = "memmap_pipeline"
     restore_checkpoint_after_setup = True
     # BaseFinetuning identifies parameters by their values.
     unsupported_callbacks = (*SplitModule.unsupported_callbacks, BaseFinetuning)
@@ -265,6 +267,14 @@ class PipelineStrategy(SplitModule, DDPStrategy):
             if part is not None:
                 part.teardown()
         self.checkpoint_io.teardown()
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        loader = super().process_dataloader(dataloader)
+        if isinstance(loader, SuperBatchLoader) and self.module.trainer.training:
+            assert self._pipeline is not None
+            self._pipeline.largest_rows = loader.largest_step
+        return loader
 
     # Steps
 

@@ -233,7 +233,8 @@ CASES = {
     "double": Case(Double, atol=1e-12),
     "frozen": Case(Frozen, {"accumulate_grad_batches": 2}),
 }
-RESUMED = (3, 9)
+#: The first step after the last one is uneven.
+RESUMED = (3, 12)
 
 
 class Runs:
@@ -630,6 +631,24 @@ def test_what_is_not_supported_is_rejected_on_every_rank(tmp_path: Path) -> None
     for make, strategy, options, kind, names in cases:
         with pytest.raises(kind, match=names):
             fit(make(), {"schedule": "gpipe", **strategy}, options)
+
+
+@in_processes(2)
+def test_module_that_was_cut_is_rejected_elsewhere_and_continues_here(tmp_path: Path) -> None:
+    trainer, data = Runs(tmp_path, {}, 2).make(max_epochs=1)
+    module = Staged()
+    trainer.fit(module, data)
+    # Lightning's own strategies move the module, and once more after an error.
+    for strategy in ("ddp", "memmap_superbatch_ddp", "memmap_fsdp2"):
+        other = make_trainer(tmp_path, strategy=strategy, devices=2)
+        with pytest.raises((UnsuitableModuleError, ValueError), match=r"Staged .*pipeline"):
+            other.fit(module, data)
+    with pytest.raises(UnsuitableModuleError, match=r"Staged .*pipeline"):
+        module.cpu()
+    losses = len(module.losses)
+    again, data = Runs(tmp_path, {}, 2).make(max_epochs=1)
+    again.fit(module, data)
+    assert len(module.losses) == 2 * losses > 0
 
 
 @in_processes(2)

@@ -1,6 +1,6 @@
 """The base of every strategy of this pack: checks at the start, and undoing at the end."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -48,6 +48,8 @@ class MemmapStrategy(Strategy):
     """
 
     strategy_name: str
+    #: What this strategy continues with, of `_splitter_of`.
+    continues_split: ClassVar[str | None] = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_strategy(type(self))
@@ -58,19 +60,16 @@ class MemmapStrategy(Strategy):
     @override
     def connect(self, model: LightningModule) -> None:
         self.overrides.undo()
-        self.check_module(model)
-        super().connect(model)
-        if (log := uncompiled_log(model)) is not None:
-            self.overrides.set(model, "log", log)
-
-    def check_module(self, module: LightningModule) -> None:
-        """Raise for a module that another Trainer has sharded."""
-        if any(isinstance(child, FSDPModule) for child in module.modules()):
+        splitter = _splitter_of(model)
+        if splitter not in (None, self.continues_split):
             raise ValueError(
-                f"the {type(module).__name__} was sharded by FSDP2 under another Trainer, and"
+                f"the {type(model).__name__} was split by {splitter} under another Trainer, and"
                 f" strategy={self.strategy_name!r} needs whole parameters: save a checkpoint with"
                 " that Trainer, and load it into a new module"
             )
+        super().connect(model)
+        if (log := uncompiled_log(model)) is not None:
+            self.overrides.set(model, "log", log)
 
     @override
     def teardown(self) -> None:
@@ -100,3 +99,11 @@ class MemmapStrategy(Strategy):
         if path is not None and is_checkpoint_folder(path):
             return read_checkpoint_folder(path, weights_only)
         return super().load_checkpoint(checkpoint_path, *unless_none(weights_only))
+
+
+def _splitter_of(module: LightningModule) -> str | None:
+    """Return what has split a module, which stays so after its Trainer ends."""
+    if any(isinstance(child, FSDPModule) for child in module.modules()):
+        return "FSDP2"
+    _, num_processes, *_ = getattr(module, "pipeline_split", (0, 1))
+    return "memmap_pipeline" if num_processes > 1 else None

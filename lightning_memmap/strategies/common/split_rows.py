@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.loading.nested import named_leaves, with_leaves
+from lightning_memmap.loading.step_weight import positive_total
 from lightning_memmap.schema.fields import RowList
 from lightning_memmap.tensordict_types import tensordict_types
 
@@ -88,11 +89,6 @@ def fractions_of(weights: Sequence[Any]) -> list[Any]:
     total = sum(weights)
     divisor = positive_total(total) if isinstance(total, Tensor) else total or 1
     return [weight / divisor for weight in weights]
-
-
-def positive_total(total: Tensor) -> Tensor:
-    """Return a total to divide by: 1 instead of 0."""
-    return total.where(total > 0, torch.ones_like(total))
 
 
 def scale_loss(loss: Tensor, scale: Any) -> Tensor:

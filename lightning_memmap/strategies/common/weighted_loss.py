@@ -29,11 +29,16 @@ from typing_extensions import override
 from lightning_memmap._compat.progress import accumulation_group
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.nested import named_leaves
-from lightning_memmap.loading.step_weight import DeliveredStep, DeliveredSteps, StepWeight
+from lightning_memmap.loading.step_weight import (
+    DeliveredStep,
+    DeliveredSteps,
+    StepWeight,
+    positive_total,
+)
 from lightning_memmap.placement.topology import find_data_parallel_rank
 from lightning_memmap.schema.fields import RowList
 from lightning_memmap.strategies.common.data_devices import DataDevices
-from lightning_memmap.strategies.common.split_rows import positive_total, scale_loss
+from lightning_memmap.strategies.common.split_rows import scale_loss
 
 
 class WeightedLoss(DataDevices):
@@ -150,20 +155,22 @@ class WeightedLoss(DataDevices):
             known = None if weight.total is None else delivered.num_items(group)
             self._accumulation = _Accumulation(num_batches, known)
         if self._accumulation.total is not None:
-            return weight.scale(num_processes * num_batches, self._accumulation.total)
-        self._accumulation.counted.append(self.sum_over_processes(weight.local.clone()))
-        scale: Tensor = weight.local * num_processes / positive_total(self._accumulation.counted[0])
-        return scale
+            scale: float = weight.scale(num_processes * num_batches, self._accumulation.total)
+            return scale
+        counted = self._accumulation.counted
+        counted.append(self.sum_over_processes(weight.local.clone()))
+        relative: Tensor = weight.scale(num_processes, counted[0])
+        return relative
 
     def _scale_in_step(self, weight: StepWeight) -> float | Tensor:
         """Return the factor of a loss that makes the mean of its step one over items."""
         num_processes = find_data_parallel_rank(self)[1]
-        if weight.total is not None:
-            return weight.scale(num_processes)
-        if num_processes == 1:
-            return 1.0
-        total = self.sum_over_processes(weight.local.clone())
-        scale: Tensor = weight.local * num_processes / positive_total(total)
+        total = None
+        if weight.total is None:
+            if num_processes == 1:
+                return 1.0
+            total = self.sum_over_processes(weight.local.clone())
+        scale: float | Tensor = weight.scale(num_processes, total)
         return scale
 
     def _common_scale(self, weights: list[StepWeight]) -> float:

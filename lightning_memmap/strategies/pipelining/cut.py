@@ -8,7 +8,12 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_memmap._compat.modules import apply_to_tensors, same_parameters, set_device_attribute
+from lightning_memmap._compat.modules import (
+    apply_to_tensors,
+    explain_missing_memory,
+    same_parameters,
+    set_device_attribute,
+)
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.strategies.common.meta_device import MetaInitializer, post_order
 from lightning_memmap.strategies.common.split_rows import even_ranges
@@ -64,19 +69,25 @@ def keep_local(
     split = (rank, size, len(stages))
     before = getattr(module, "pipeline_split", None)
     if before not in (None, split):
-        raise ValueError(
-            f"{type(module).__name__} was cut before, and this process holds only the stages of"
-            f" rank {before[0]} of {before[1]}: load a checkpoint into a new module"
-        )
+        raise ValueError(_missing_stages(module, *before[:2]))
     local = {index: stage for index, stage in enumerate(stages) if index % size == rank}
     if before is None:
         _drop_remote(module, stages, local, device)
+        # Other strategies move the module, even in their teardown.
+        explain_missing_memory(module, _missing_stages(module, rank, size))
     module.pipeline_split = split
     for root in (module, *local.values()):
         # `to` would raise for tensors on the meta device. Expanded tensors can't be written to.
         apply_to_tensors(root, lambda t: t if t.is_meta else t.to(device).contiguous())
     set_device_attribute(module, device)
     return local
+
+
+def _missing_stages(module: nn.Module, rank: int, size: int) -> str:
+    return (
+        f"{type(module).__name__} was cut by memmap_pipeline, and this process holds only the"
+        f" stages of rank {rank} of {size}: load a checkpoint into a new module"
+    )
 
 
 def _drop_remote(

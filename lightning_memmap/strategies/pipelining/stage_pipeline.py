@@ -25,8 +25,9 @@ SCHEDULES = {
     "1f1b": "Schedule1F1B",
     "interleaved": "ScheduleInterleaved1F1B",
 }
-#: Schedules that are kept, each with buffers for all of its micro-batches. One is enough unless
-#: shapes differ by more than rows, as with padded text, or parameters are frozen in turn.
+#: Schedules that are kept, each with buffers for all of its micro-batches. Training and evaluation
+#: need one each, unless shapes differ by more than rows, as with padded text, or parameters are
+#: frozen in turn.
 _MAX_KEPT = 4
 
 
@@ -51,8 +52,9 @@ class StagePipeline:
     """Runs batches through the stages of all processes of a pipeline; all call each method.
 
     Only the process with the first stage uses the values of a batch; the others use its shape.
-    Micro-batches have the same shape as in the largest batch so far: a smaller batch, such as the
-    last of an epoch, is padded with duplicate rows that are excluded from loss and output.
+    Micro-batches have the same shape as in the largest training batch, or in the largest batch that
+    was evaluated: a smaller batch, such as the last of an epoch, is padded with duplicate rows that
+    are excluded from loss and output.
 
     Args:
         module: The whole module.
@@ -62,6 +64,8 @@ class StagePipeline:
         num_microbatches: Micro-batches of a batch.
         group: The processes of the pipeline.
         device: The device of this process.
+        largest_rows: Rows of the largest training batch, so far as they are known. A resumed fit
+            must know them from the beginning, because sums of other shapes differ in the last bits.
     """
 
     module: nn.Module
@@ -71,10 +75,12 @@ class StagePipeline:
     num_microbatches: int
     group: dist.ProcessGroup
     device: torch.device
+    largest_rows: int = 0
 
     def __post_init__(self) -> None:
-        # By shapes and frozen parameters, a schedule and the rows of its micro-batches.
-        self._schedules: dict[Hashable, tuple[Any, int]] = {}
+        # By shapes and frozen parameters.
+        self._schedules: dict[Hashable, Any] = {}
+        self._largest_evaluated = 0
         # Known after the first training step of each schedule.
         self._loss_dtype: torch.dtype | None = None
         # The loss of one micro-batch, by its number; None outside of training steps.
@@ -109,7 +115,8 @@ class StagePipeline:
         Returns:
             The mean loss over all items, on every process. Gradients have been accumulated.
         """
-        schedule, length = self._schedule_for(args, num_rows)
+        self.largest_rows = max(self.largest_rows, num_rows)
+        schedule, length = self._schedule_for(args, self.largest_rows)
         row_ranges = even_ranges(num_rows, self.num_microbatches)
         losses: list[Tensor] = []
         logged = take_logged_rows(self.module)
@@ -154,7 +161,8 @@ class StagePipeline:
 
     def evaluate(self, args: Sequence[Tensor], num_rows: int) -> Any:
         """Return the output of the last stage on every process, without gradients."""
-        schedule, length = self._schedule_for(args, num_rows)
+        self._largest_evaluated = max(self._largest_evaluated, num_rows)
+        schedule, length = self._schedule_for(args, self._largest_evaluated)
         row_ranges = even_ranges(num_rows, self.num_microbatches)
         output = schedule.eval(*self._padded(args, row_ranges, length), target=self._numbers)
         if self._has_last and num_rows < length * len(row_ranges):
@@ -172,21 +180,22 @@ class StagePipeline:
         rows = [part[min(row, len(part) - 1)] for part in filled for row in range(length)]
         return [arg[rows] if len(rows) > len(arg) else arg for arg in args]
 
-    def _schedule_for(self, args: Sequence[Tensor], num_rows: int) -> tuple[Any, int]:
-        """Return the schedule for a batch, and the rows of its micro-batches."""
+    def _schedule_for(self, args: Sequence[Tensor], largest: int) -> tuple[Any, int]:
+        """Return the schedule for batches of at most ``largest`` rows, and of its micro-batches."""
+        length = -(-largest // self.num_microbatches)
         key = (
+            length,
             tuple((arg.shape[1:], arg.dtype) for arg in args),
             torch.is_autocast_enabled(self.device.type),
             torch.get_default_dtype(),
             # All stages count, because the processes create their schedules together.
             tuple(parameter.requires_grad for parameter in self.module.parameters()),
         )
-        size = -(-num_rows // self.num_microbatches)
-        if key not in self._schedules or self._schedules[key][1] < size:
+        if key not in self._schedules:
             if len(self._schedules) == _MAX_KEPT:
                 self._schedules.clear()
-            self._schedules[key] = (self._new_schedule(), size)
-        return self._schedules[key]
+            self._schedules[key] = self._new_schedule()
+        return self._schedules[key], length
 
     def _new_schedule(self) -> Any:
         from torch.distributed import pipelining

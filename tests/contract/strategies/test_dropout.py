@@ -1,5 +1,6 @@
 """Dropout masks differ between ranks and replicas, and a resumed fit draws the same again."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,69 @@ def test_masks_of_one_process(tmp_path: Path, strategy: str, devices: int) -> No
     masks = result["whole"]["masks"].values()
     assert {len(replicas) for replicas in masks} == {devices if strategy == "memmap_dp" else 1}
     check_all_differ([*masks])
+
+
+class Compiled(L.LightningModule):
+    """Notes its losses, which only its masks change, because nothing else does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 1))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch["x"]), batch["y"])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("accelerator", "mode"),
+    [
+        pytest.param(
+            *("cpu", "default"),
+            marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+        ),
+        # A graph reads the seed when it is replayed.
+        pytest.param(
+            *("gpu", "reduce-overhead"),
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_masks_of_a_compiled_module_differ_and_are_resumed(
+    tmp_path: Path, accelerator: str, mode: str
+) -> None:
+    path = tmp_path / "some.ckpt"
+    data = MemmapDataModule(
+        [Points(1)[0]] * (STEPS * 8), store_dir=tmp_path / "stores", batch_size=8
+    )
+    losses: list[list[float]] = []
+    for callbacks, resumed in ([], None), ([Stop(path)], None), ([], path):
+        torch.manual_seed(3)
+        module = Compiled()
+        trainer = make_trainer(
+            tmp_path,
+            accelerator=accelerator,
+            strategy="memmap_superbatch",
+            devices=1,
+            max_epochs=2,
+            callbacks=callbacks,
+        )
+        compiled: Any = torch.compile(module, mode=mode)
+        trainer.fit(compiled, data, ckpt_path=resumed)
+        losses.append(module.losses)
+    assert len({*losses[0]}) == 2 * STEPS
+    assert losses[2] == losses[0][STEPS + STOP + 1 :]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Models of transformers and peft under FSDP2 train, and are saved, as on one device."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,6 +11,7 @@ from unittest.mock import patch
 import lightning as L
 import pytest
 import torch
+import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig,
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import RankMismatchError
 from lightning_memmap.strategies import FSDP2Strategy
+from tests.support import preloaded
 from tests.support.models import make_trainer
 from tests.support.processes import launch, sorted_steps
 from tests.support.versions import weights_only
@@ -428,6 +431,80 @@ def test_compiled_layers_share_their_code(two: Runs) -> None:
     # Every second one recomputes its activations, and the last step has other shapes.
     assert [rank["graphs"] for rank in two.ranks] == [4, 4]
     assert_close(two.state("compiled"), two.state("llama"), ATOL)
+
+
+#: Of `Language` and of the strategy, in a config, and the run on one device that trains the same.
+CONFIGURED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": ({}, {"activation_checkpointing": 2, "sync_each_micro_batch": True}),
+    "adapters": (
+        {"lora": True},
+        {"activation_checkpointing": 3, "exclude_frozen_parameters": True},
+    ),
+}
+
+
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="torch.compile needs a compiler"
+)
+@pytest.mark.parametrize("name", CONFIGURED)
+def test_options_from_a_config_train_as_on_one_device(
+    one: Runs, tmp_path: Path, pretrained: Path, name: str
+) -> None:
+    module_options, strategy_options = CONFIGURED[name]
+    here = "tests.contract.strategies.test_huggingface"
+    wrapped = {"wrap_classes": ["LlamaDecoderLayer"], "compile_units": True, **strategy_options}
+    saver = {"dirpath": str(tmp_path), "filename": "{step}"}
+    config = {
+        "model": {
+            "class_path": f"{here}.Language",
+            "init_args": {
+                "kind": "llama",
+                "pretrained": str(pretrained / "llama"),
+                **module_options,
+            },
+        },
+        "data": {
+            "class_path": "lightning_memmap.MemmapDataModule",
+            "init_args": {
+                "train_dataset": {"class_path": f"{here}.Sequences"},
+                "store_dir": str(tmp_path / "stores"),
+                "batch_size": GLOBAL_BATCH // 2,
+            },
+        },
+        "trainer": {
+            "accelerator": "cpu",
+            "devices": 2,
+            "strategy": {
+                "class_path": "lightning_memmap.strategies.FSDP2Strategy",
+                "init_args": wrapped,
+            },
+            "callbacks": [
+                {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": saver}
+            ],
+            "max_epochs": 2,
+            "limit_val_batches": 0,
+            "accumulate_grad_batches": 2,
+            "gradient_clip_val": 0.5,
+            "logger": False,
+            "enable_progress_bar": False,
+        },
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    compiled = tmp_path / "compiled"
+    done = preloaded.run(
+        *("-m", "lightning_memmap", "fit", "--config", path),
+        cwd=tmp_path,
+        TORCHINDUCTOR_CACHE_DIR=str(compiled),
+        TORCHINDUCTOR_COMPILE_THREADS="1",
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert any(compiled.rglob("*.so"))
+    saved = torch.load(tmp_path / "step=6.ckpt", weights_only=True)["state_dict"]
+    expected = one.state(name)
+    if name == "adapters":
+        expected = {key: value for key, value in expected.items() if "lora_" in key}
+    assert_close(saved, expected, ATOL)
 
 
 def test_modules_that_differ_between_ranks_raise(two: Runs) -> None:

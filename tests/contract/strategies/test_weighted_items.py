@@ -1,6 +1,6 @@
 """A loss that is a mean over items trains like plain PyTorch on one device with a large batch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -177,10 +177,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return cache(lambda *case, **options: expected(path, *case, **options))
 
 
-def check(result: dict[str, Any], plain: Any, **options: Any) -> None:
-    """Compare the parameters of all cases."""
+def check(
+    result: dict[str, Any], plain: Any, cases: Sequence[tuple[str, int]] = CASES, **options: Any
+) -> None:
+    """Compare the parameters of cases."""
     initial = dict(Sentiment("rows").named_parameters())
-    for kind, accumulated in CASES:
+    for kind, accumulated in cases:
         right = plain(kind, accumulated, **options)
         found = result[f"{kind} {accumulated}"]
         assert found
@@ -243,6 +245,43 @@ def test_step_of_several_processes_is_the_mean_over_all_items(
     )
     for rank in ranks:
         check(rank, plain, clip=options.get("clip"))
+
+
+def loop(out: Path, devices: int) -> dict[str, Any]:
+    """Train in a loop under Fabric, and return the parameters of each kind of loss."""
+    fabric = L.Fabric(accelerator="cpu", devices=devices, strategy="ddp")
+    fabric.launch()
+    results: dict[str, Any] = {}
+    for kind in WEIGHTS:
+        data = make_data(out / "stores", kind, devices)
+        data.use_fabric(fabric)
+        data.prepare_data()
+        data.setup("fit")
+        loader: Any = fabric.setup_dataloaders(data.train_dataloader())
+        module = Sentiment(kind)
+        net, optimizer = fabric.setup(module.net, module.configure_optimizers())
+        for _ in range(2):
+            for batch in loader:
+                loss = module.loss(net(batch["x"]), batch)
+                optimizer.zero_grad()
+                fabric.backward(loss * data.loss_scale())
+                optimizer.step()
+        results[f"{kind} 1"] = whole_parameters(module)
+    return results
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_step_of_a_loop_under_fabric_is_the_mean_over_all_items(
+    tmp_path: Path, plain: Any, processes: int
+) -> None:
+    for rank in launch(loop, tmp_path, processes=processes, devices=processes):
+        check(rank, plain, cases=[(kind, 1) for kind in WEIGHTS])
+
+
+def test_loss_scale_without_a_batch_is_an_error(tmp_path: Path) -> None:
+    data = make_data(tmp_path, "rows", 1)
+    with pytest.raises(ValueError, match="loss_scale"):
+        data.loss_scale()
 
 
 def test_lightning_gives_the_last_group_another_weight(tmp_path: Path, plain: Any) -> None:

@@ -1,12 +1,18 @@
 """Strategies of several processes beside hand-written torch loops: one small GPT, two of gloo.
 
     python tests/programs/benchmarks/processes.py --rounds 5 --steps 30
+    python tests/programs/benchmarks/processes.py --memory --width 768 --layers 8
 
 Each pair trains in the same two processes, in turn: first one, then the other. What is printed is
 the time of a step of each, and their ratio round by round, by the clock and by the CPU time of
 both processes, which other work on the machine disturbs less. A loop has its batches in memory
 and does nothing but train: no Trainer, no loader, no logs. ``--strategies ddp`` is Lightning's own
-with the batches of the loop: what the Trainer takes by itself.
+with the batches of the loop: what the Trainer takes by itself. ``accumulating`` is memmap_fsdp2
+with accumulated gradients, which are reduced once in a step, beside one reduction in each
+micro-batch; times are of a micro-batch.
+
+``--memory`` prints the peak of each process's resident memory above that before the module is
+built, from the second optimizer step on. Each variant has processes of its own.
 """
 
 import argparse
@@ -18,7 +24,7 @@ import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter, process_time
@@ -43,6 +49,8 @@ VOCABULARY, WIDTH, LAYERS, LENGTH = 512, 128, 4, 64
 ROWS = 16
 WARM_UP = 5
 MICROBATCHES = 4
+#: Micro-batches whose gradients are accumulated.
+ACCUMULATED = 4
 
 
 class Embedding(nn.Module):
@@ -207,11 +215,40 @@ def by_hand_pipeline(steps: int) -> Timed:
     return loop(steps, step, 0, 1)
 
 
-def by_trainer(strategy: str, steps: int, out: Path) -> Timed:
+class PeakMemory(L.Callback):
+    """The peak of this process's resident memory above that before the fit, in bytes."""
+
+    def __init__(self) -> None:
+        self._before = status_bytes("VmRSS")
+        self.peak = 0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == ACCUMULATED:
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def on_train_epoch_end(self, *args: Any) -> None:
+        self.peak = status_bytes("VmHWM") - self._before
+
+
+def status_bytes(name: str) -> int:
+    """A size in ``/proc/self/status``."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
+
+
+def by_trainer(
+    strategy: str,
+    steps: int,
+    out: Path,
+    accumulated: int = 1,
+    callbacks: Sequence[L.Callback] = (),
+    **options: Any,
+) -> Timed:
     timed = Timed()
     made: Any = strategy
     if strategy == "memmap_fsdp2":
-        made = lightning_memmap.strategies.FSDP2Strategy(wrap_classes=["Block"])
+        made = lightning_memmap.strategies.FSDP2Strategy(wrap_classes=["Block"], **options)
     elif strategy == "memmap_pipeline":
         made = lightning_memmap.strategies.PipelineStrategy(num_microbatches=MICROBATCHES)
     trainer = L.Trainer(
@@ -223,7 +260,8 @@ def by_trainer(strategy: str, steps: int, out: Path) -> Timed:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[TimedCallback(timed)],
+        callbacks=[TimedCallback(timed), *callbacks],
+        accumulate_grad_batches=accumulated,
     )
     if strategy == "ddp":
         trainer.fit(GPT(), Batches(steps, dist.get_rank(), PROCESSES))
@@ -236,24 +274,63 @@ def by_trainer(strategy: str, steps: int, out: Path) -> Timed:
     return timed
 
 
-PAIRS: dict[str, Callable[[int], Timed]] = {
+LOOPS: dict[str, Callable[[int], Timed]] = {
     "ddp": lambda steps: by_hand_data_parallel(steps, shard=False),
     "memmap_superbatch_ddp": lambda steps: by_hand_data_parallel(steps, shard=False),
     "memmap_fsdp2": lambda steps: by_hand_data_parallel(steps, shard=True),
     "memmap_pipeline": by_hand_pipeline,
 }
+PAIRS = [*LOOPS, "accumulating"]
 
 
-def work(out: Path, strategies: list[str], rounds: int, steps: int) -> None:
-    """What each process does."""
+def pair(name: str, steps: int, out: Path) -> list[Callable[[], Timed]]:
+    """What is compared, and what it is compared with."""
+    if name != "accumulating":
+        return [lambda: by_trainer(name, steps, out), lambda: LOOPS[name](steps)]
+
+    def fit(sync: bool) -> Timed:
+        options = {"accumulated": ACCUMULATED, "sync_each_micro_batch": sync}
+        return by_trainer("memmap_fsdp2", steps, out, **options)
+
+    return [lambda: fit(False), lambda: fit(True)]
+
+
+#: By name, strategies and options whose memory is measured.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "memmap_superbatch_ddp": {"strategy": "memmap_superbatch_ddp"},
+    "memmap_fsdp2": {"strategy": "memmap_fsdp2"},
+    "memmap_fsdp2, sync_each_micro_batch": {
+        "strategy": "memmap_fsdp2",
+        "sync_each_micro_batch": True,
+    },
+}
+
+
+def measure_memory(out: Path, variant: str) -> None:
+    """What each process does to measure the memory of a variant."""
+    prepare_process()
+    memory = PeakMemory()
+    options = {"accumulated": ACCUMULATED, "callbacks": [memory], **VARIANTS[variant]}
+    by_trainer(steps=3 * ACCUMULATED, out=out, **options)
+    (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(memory.peak))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def prepare_process() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+
+
+def work(out: Path, strategies: list[str], rounds: int, steps: int) -> None:
+    """What each process does to measure times."""
+    prepare_process()
     found: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in strategies}
     for index in range(rounds + 1):
         for name in strategies:
-            runs = [lambda n=name: by_trainer(n, steps, out), lambda n=name: PAIRS[n](steps)]
+            runs = pair(name, steps, out)
             order = [0, 1] if index % 2 else [1, 0]
             took = {which: runs[which]().found for which in order}
             # The first round writes the store and loads code.
@@ -265,7 +342,7 @@ def work(out: Path, strategies: list[str], rounds: int, steps: int) -> None:
 
 
 @contextlib.contextmanager
-def processes(arguments: list[str]) -> Iterator[list["subprocess.Popen[bytes]"]]:
+def processes(arguments: list[str], **more: str) -> Iterator[list["subprocess.Popen[bytes]"]]:
     """This program in several processes, as torchrun starts them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -276,7 +353,7 @@ def processes(arguments: list[str]) -> Iterator[list["subprocess.Popen[bytes]"]]
         variables |= {"WORLD_SIZE": PROCESSES, "LOCAL_WORLD_SIZE": PROCESSES}
         environment = os.environ | {name: str(value) for name, value in variables.items()}
         environment |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "1"}
-        environment |= {"OMP_NUM_THREADS": "1"}
+        environment |= {"OMP_NUM_THREADS": "1", **more}
         command = [sys.executable, __file__, *arguments]
         started.append(subprocess.Popen(command, env=environment))
     try:
@@ -287,24 +364,46 @@ def processes(arguments: list[str]) -> Iterator[list["subprocess.Popen[bytes]"]]
             process.wait()
 
 
+def in_processes(arguments: list[str], **environment: str) -> list[Any]:
+    """Run this program in several processes, and return what each has written."""
+    with TemporaryDirectory() as out:
+        with processes([*arguments, "--out", out], **environment) as started:
+            for process in started:
+                if process.wait():
+                    sys.exit(f"a process ended with {process.returncode}")
+        return [json.loads((Path(out) / f"rank{r}.json").read_text()) for r in range(PROCESSES)]
+
+
 def main() -> None:
+    global WIDTH, LAYERS
     parser = argparse.ArgumentParser()
-    parser.add_argument("--strategies", nargs="+", default=list(PAIRS), choices=list(PAIRS))
+    parser.add_argument("--strategies", nargs="+", default=PAIRS, choices=PAIRS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--variant")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    WIDTH, LAYERS = given.width, given.layers
     steps = given.steps + WARM_UP
+    if given.variant is not None:
+        measure_memory(given.out, given.variant)
+        return
     if given.out is not None:
         work(given.out, given.strategies, given.rounds, steps)
         return
     print(machine())
-    with TemporaryDirectory() as out:
-        with processes([*sys.argv[1:], "--out", out]) as started:
-            for process in started:
-                if process.wait():
-                    sys.exit(f"a process ended with {process.returncode}")
-        ranks = [json.loads((Path(out) / f"rank{r}.json").read_text()) for r in range(PROCESSES)]
+    if given.memory:
+        print(f"{sum(p.numel() for p in GPT().parameters()):,} parameters of 4 bytes")
+        for variant in VARIANTS:
+            # Freed memory of tensors is returned to the system at once.
+            options = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+            peaks = in_processes([*sys.argv[1:], "--variant", variant], **options)
+            print(f"{variant}: {', '.join(f'{peak / 2**20:.0f} MiB' for peak in peaks)}")
+        return
+    ranks = in_processes(sys.argv[1:])
     for name in given.strategies:
         for clock, of in (("clock", max), ("CPU", sum)):
             index = 0 if clock == "clock" else 1
@@ -317,7 +416,7 @@ def main() -> None:
             )
             ratios = spread(pairwise_ratios(ours, loops))
             times = [spread([1e3 * each for each in run], "{:.1f}") for run in (ours, loops)]
-            print(f"{name} by {clock}: {times[0]} ms, loop {times[1]} ms, ratio {ratios}")
+            print(f"{name} by {clock}: {times[0]} ms, other {times[1]} ms, ratio {ratios}")
 
 
 if __name__ == "__main__":
