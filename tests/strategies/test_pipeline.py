@@ -24,6 +24,7 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.ranks import gather_from_ranks
 from lightning_memmap.strategies import PipelineStrategy
+from lightning_memmap.strategies.common.split_rows import even_ranges
 from tests.support.models import (
     ByLbfgs,
     LossesByHand,
@@ -355,6 +356,22 @@ class Steep(Sgd):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-7)
+
+
+class InMicroBatches(Staged):
+    """On one device, computes the four micro-batches of a pipeline of two processes."""
+
+    def step(self, batch: dict[str, Tensor], stage: str) -> Tensor:
+        ranges = even_ranges(len(batch["row"]), 4)
+        parts = [{name: rows[r.start : r.stop] for name, rows in batch.items()} for r in ranges]
+        losses = [self.loss(self(part["x"]), part) * len(part["row"]) for part in parts]
+        return torch.stack(losses).sum() / len(batch["row"])
+
+
+def in_bfloat16(out: Path, make: type[Staged], options: dict[str, Any] | None) -> dict[str, Any]:
+    """Trains two epochs in mixed precision."""
+    case = Case(make, {"precision": "bf16-mixed", "max_epochs": 2, "limit_val_batches": 0})
+    return Runs(out, options, 1 if options is None else 2).fit(case, make.__name__)
 
 
 class Summing(Sgd):
@@ -713,3 +730,16 @@ def test_two_pipelines_have_the_buffers_of_the_first(tmp_path: Path) -> None:
     ranks = launch(summing, tmp_path, processes=2)
     found, resumed = (Reports(tmp_path, ranks, Summing).weights(n) for n in ("whole", "resumed"))
     assert torch.equal(found, resumed)
+
+
+def test_weights_in_bfloat16_are_those_of_the_micro_batches_on_one_device(tmp_path: Path) -> None:
+    launch(in_bfloat16, tmp_path, processes=2, make=Staged, options={})
+    in_bfloat16(tmp_path, InMicroBatches, None)
+    names = "Staged", "InMicroBatches"
+    pipeline, one = (torch.load(tmp_path / f"{name}.ckpt")["state_dict"] for name in names)
+    for name, value in one.items():
+        assert torch.equal(pipeline[name], value)
+    # Gradients of whole batches are rounded otherwise.
+    in_bfloat16(tmp_path, Staged, None)
+    whole = torch.load(tmp_path / "Staged.ckpt")["state_dict"]
+    assert max(float((whole[name] - value).abs().max()) for name, value in one.items()) > 1e-4
