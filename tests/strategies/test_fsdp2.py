@@ -1,6 +1,7 @@
 """FSDP2 of modules of several units: its options, what each process holds, and one result."""
 
 import re
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,6 +11,7 @@ from unittest.mock import patch
 import lightning as L
 import pytest
 import torch
+import yaml
 from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     ModelPruning,
@@ -25,6 +27,7 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.ranks import gather_from_ranks
 from lightning_memmap.strategies import FSDP2Strategy
 from lightning_memmap.strategies.sharding.units import default_units, without_shared
+from tests.support import preloaded
 from tests.support.models import ByLbfgs, Penalised, Points, Regression, TwoOptimizers, make_trainer
 from tests.support.processes import in_processes, launch, sorted_steps
 from tests.support.versions import EMAWeightAveraging, weights_only
@@ -726,6 +729,76 @@ def test_options_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises((ValueError, TypeError), match=re.escape(words)):
         make_trainer(tmp_path, strategy=FSDP2Strategy(**options), devices=4, **trainer_options)
+
+
+class Residual(nn.Module):
+    """A unit that compiles to one loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(x * self.scale)
+
+
+class Residuals(Regression):
+    """Three units, which are compiled once for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return super().forward(x)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
+def test_units_that_a_config_compiles_train_as_in_one_process(tmp_path: Path) -> None:
+    here = "tests.strategies.test_fsdp2"
+    saver = {"dirpath": str(tmp_path), "filename": "{step}"}
+    options = {"wrap_classes": ["Residual"], "compile_units": True}
+    rows = {"class_path": "tests.support.models.Points", "init_args": {"num_rows": 48}}
+    data = {"train_dataset": rows, "store_dir": str(tmp_path / "stores"), "batch_size": 6}
+    config = {
+        "model": {"class_path": f"{here}.Residuals"},
+        "data": {"class_path": "lightning_memmap.MemmapDataModule", "init_args": data},
+        "trainer": {
+            "accelerator": "cpu",
+            "devices": 2,
+            "strategy": {
+                "class_path": "lightning_memmap.strategies.FSDP2Strategy",
+                "init_args": options,
+            },
+            "callbacks": [
+                {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": saver}
+            ],
+            "max_epochs": 2,
+            "limit_val_batches": 0,
+            "logger": False,
+        },
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    compiled = tmp_path / "compiled"
+    done = preloaded.run(
+        *("-m", "lightning_memmap", "fit", "--config", path),
+        cwd=tmp_path,
+        TORCHINDUCTOR_CACHE_DIR=str(compiled),
+        TORCHINDUCTOR_COMPILE_THREADS="1",
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    # torch's default backend writes code for the processor.
+    assert any(compiled.rglob("*.so"))
+    saved = torch.load(tmp_path / "step=8.ckpt", weights_only=True)["state_dict"]
+    whole = Residuals()
+    trainer = make_trainer(tmp_path, max_epochs=2, limit_val_batches=0)
+    one = MemmapDataModule(Points(48), store_dir=tmp_path / "stores", batch_size=12)
+    trainer.fit(whole, one)
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(saved[name], value, rtol=0, atol=ATOL)
 
 
 def test_default_units_are_the_items_of_the_largest_list() -> None:

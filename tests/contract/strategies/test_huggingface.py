@@ -1,6 +1,5 @@
 """Models of transformers and peft under FSDP2 train, and are saved, as on one device."""
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -443,16 +442,13 @@ CONFIGURED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="torch.compile needs a compiler"
-)
 @pytest.mark.parametrize("name", CONFIGURED)
 def test_options_from_a_config_train_as_on_one_device(
     one: Runs, tmp_path: Path, pretrained: Path, name: str
 ) -> None:
     module_options, strategy_options = CONFIGURED[name]
     here = "tests.contract.strategies.test_huggingface"
-    wrapped = {"wrap_classes": ["LlamaDecoderLayer"], "compile_units": True, **strategy_options}
+    wrapped = {"wrap_classes": ["LlamaDecoderLayer"], **strategy_options}
     saver = {"dirpath": str(tmp_path), "filename": "{step}"}
     config = {
         "model": {
@@ -491,15 +487,8 @@ def test_options_from_a_config_train_as_on_one_device(
     }
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    compiled = tmp_path / "compiled"
-    done = preloaded.run(
-        *("-m", "lightning_memmap", "fit", "--config", path),
-        cwd=tmp_path,
-        TORCHINDUCTOR_CACHE_DIR=str(compiled),
-        TORCHINDUCTOR_COMPILE_THREADS="1",
-    )
+    done = preloaded.run("-m", "lightning_memmap", "fit", "--config", path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-5000:]
-    assert any(compiled.rglob("*.so"))
     saved = torch.load(tmp_path / "step=6.ckpt", weights_only=True)["state_dict"]
     expected = one.state(name)
     if name == "adapters":
