@@ -114,6 +114,8 @@ class Language(L.LightningModule):
                 self.model = auto.from_config(CONFIGS[self.kind](), dtype=dtype).train()
         if self.lora:
             layers = ["q_proj", "v_proj"]
+            # The command chooses a seed, and adapters begin with random values.
+            torch.manual_seed(4)
             self.model = get_peft_model(self.model, LoraConfig(r=4, target_modules=layers))
         tensors = [*self.model.parameters(), *self.model.buffers()]
         self.were_meta = all(tensor.is_meta for tensor in tensors)
