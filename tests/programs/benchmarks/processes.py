@@ -1,7 +1,7 @@
 """Strategies of several processes beside hand-written torch loops: one small GPT, two of gloo.
 
     python tests/programs/benchmarks/processes.py --rounds 5 --steps 30
-    python tests/programs/benchmarks/processes.py --memory --width 768 --layers 8
+    python tests/programs/benchmarks/processes.py --memory --width 512 --layers 4
 
 Each pair trains in the same two processes, in turn: first one, then the other. What is printed is
 the time of a step of each, and their ratio round by round, by the clock and by the CPU time of
