@@ -267,9 +267,9 @@ class ResultFolder:
     def _reopen(self, run: str, order: Sampler, epoch: int, position: int, keep: str) -> None:
         """Turn the values of a committed epoch, up to a position, into a part."""
         # Parts that have been merged, or are copied again after a kill.
-        for part in _subdirectories(self._parts(epoch)):
-            if not part.name.startswith(keep):
-                remove_part(part)
+        for directory in _subdirectories(self._parts(epoch)):
+            if not directory.name.startswith(keep):
+                remove_part(directory)
         store = self.open_epoch(epoch)
         fields = value_fields(store.schema)
         _, rows = RowSlots(order, epoch, 0, 1).rows(0, position)
