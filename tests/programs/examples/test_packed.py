@@ -47,15 +47,15 @@ def test_two_processes_fine_tune_like_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_adapters_resume_inside_an_epoch(tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "packed.py")
-    limits = ("--devices", "2", "--length", "768", "--packs", "4", "--save_every", "4")
+    limits = ("--devices", "2", "--length", "768", "--packs", "4", "--save_every", "2")
     options = (*limits, "--lora_rank", "4", "--precision", "bf16-mixed")
     (tmp_path / "whole").mkdir()
     (tmp_path / "resumed").mkdir()
-    whole = run(tmp_path / "whole", script, *options, "--max_steps", "8")
-    run(tmp_path / "resumed", script, *options, "--max_steps", "4")
+    whole = run(tmp_path / "whole", script, *options, "--max_steps", "4")
+    run(tmp_path / "resumed", script, *options, "--max_steps", "2")
     last = "checkpoints/packed/last.ckpt"
     state = torch.load(tmp_path / "resumed" / last, weights_only=True)["state_dict"]
-    resumed = run(tmp_path / "resumed", script, *options, "--max_steps", "8", "--ckpt_path", last)
+    resumed = run(tmp_path / "resumed", script, *options, "--max_steps", "4", "--ckpt_path", last)
     assert loss(resumed, "val_loss") == pytest.approx(loss(whole, "val_loss"), abs=1e-5)
     # Adapters are saved, and nothing else.
     trained = torch.load(tmp_path / "resumed" / last, weights_only=True)["state_dict"]
