@@ -83,8 +83,9 @@ def augment(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def normalize(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A batch transform of images."""
-    return {**batch, "image": batch["image"] / 255}
+    """A batch transform of images, or of the points of `MyData`."""
+    name = "image" if "image" in batch else "x"
+    return {**batch, name: batch[name] / 255}
 
 
 class Compose:
