@@ -535,10 +535,10 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         size = find_data_parallel_rank(self._strategy)[1]
         if size == 1 or self._fabric is None:
             return 1.0
-        total = None
+        total: Any = None
         if step.total is None:
-            # Processes of one data-parallel rank have the same rows.
             total = self._fabric.all_reduce(step.local.clone(), reduce_op="sum")
+            # Processes of one data-parallel rank have the same rows.
             total = total * size / self._fabric.world_size
         scale: float | Tensor = step.scale(size, total)
         return scale
