@@ -33,7 +33,7 @@ from lightning_memmap.store import (
 from lightning_memmap.store.directory import KEY, StoreDirectory
 from lightning_memmap.store.growing import Serving
 from lightning_memmap.store.samples import RandomDatasetError, choose_probe_rows
-from lightning_memmap.store.sources.parquet import RowGroups
+from lightning_memmap.store.sources.arrow_columns import RowGroups
 from tests.contract.data.test_first_epoch_in_processes import (
     GLOBAL_BATCH,
     ORDERS,

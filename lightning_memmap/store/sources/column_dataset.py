@@ -89,7 +89,7 @@ class ColumnDataset(Dataset[dict[str, Any]]):
 def _columns_by_name(columns: Any, names: Sequence[str] | None) -> dict[str, Any]:
     if isinstance(columns, (str, Path)):
         # pyarrow is imported only for tables.
-        from lightning_memmap.store.sources.parquet import open_parquet
+        from lightning_memmap.store.sources.arrow_columns import open_parquet
 
         return {**open_parquet(local_path(columns), partial(_choose_names, names))}
     if is_frame(columns):
@@ -115,10 +115,10 @@ def _columns_by_name(columns: Any, names: Sequence[str] | None) -> dict[str, Any
 def _frame_columns(frame: Any, names: Sequence[str] | None) -> dict[str, Any]:
     if (method := _lazy_method(frame)) == "to_table":
         # pyarrow is imported only for tables.
-        from lightning_memmap.store.sources.fragments import FragmentRowGroups, has_fragments
+        from lightning_memmap.store.sources.arrow_columns import open_fragments
 
-        if has_fragments(frame):
-            return {**FragmentRowGroups(frame, partial(_choose_names, names)).columns}
+        if (grouped := open_fragments(frame, partial(_choose_names, names))) is not None:
+            return {**grouped}
     if method is not None:
         frame = getattr(frame, method)()
     if _library_of(frame) in ("pandas", "polars"):
@@ -188,7 +188,7 @@ def _pandas_column(name: str, series: Any) -> Any:
 
 def _arrow_or_numpy(name: str, column: Any) -> Any:
     """Convert a column with pyarrow, which is imported only for tables."""
-    from lightning_memmap.store.sources.arrow_column import to_arrow_or_numpy
+    from lightning_memmap.store.sources.arrow_columns import to_arrow_or_numpy
 
     return to_arrow_or_numpy(name, column)
 

@@ -23,7 +23,7 @@ from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.store import Store, build_part, finish_store, writing
 from lightning_memmap.store.columns import FixedColumn
 from lightning_memmap.store.identity import Fingerprint
-from lightning_memmap.store.sources.row_groups import RowGroups
+from lightning_memmap.store.sources.arrow_columns import RowGroups
 from tests.support.datasets import Wrapped, column_files
 from tests.support.store.layout import fail_to_list
 
