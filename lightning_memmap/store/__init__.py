@@ -1,8 +1,6 @@
 """A store: a directory that holds one dataset as memory-mapped tensors. No Lightning here."""
 
-from lightning_memmap.store.append import append_store
-from lightning_memmap.store.build import build_store
-from lightning_memmap.store.parts import build_part, finish_store
+from lightning_memmap.store.build import append_store, build_part, build_store, finish_store
 from lightning_memmap.store.remote.cache import open_store, verify_store
 from lightning_memmap.store.remote.transfer import pull_store, push_store
 from lightning_memmap.store.sources.column_dataset import ColumnDataset
