@@ -614,9 +614,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         growing = {part: task for part, task in builds.items() if stores.grows(part, task)}
         if growing:
             planner = self._planner
-            self._builds.append(
-                BackgroundBuild(growing, self.num_workers, planner.first_rows, planner.step_rows)
-            )
+            self._builds.append(BackgroundBuild(growing, self.num_workers, planner.first_rows))
         stores.build({part: task for part, task in builds.items() if part not in growing})
 
     def setup(self, stage: str | None = None) -> None:

@@ -38,16 +38,15 @@ from lightning_memmap.store.directory import (
     is_store,
 )
 from lightning_memmap.store.files import TEMPORARY, is_there
-from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ItemRows, Located, MappedRows, RaggedRows
 from lightning_memmap.store.probes import Probes, read_probes
 from lightning_memmap.store.request import BuildRequest, check_length
-from lightning_memmap.store.samples import RandomDatasetError, ReadAhead
+from lightning_memmap.store.samples import RandomDatasetError
 from lightning_memmap.store.sources.column import simplify_rows
-from lightning_memmap.store.sources.source import is_read_by_item, make_source
+from lightning_memmap.store.sources.source import make_source
 from lightning_memmap.store.store import PendingRows, Store, open_directory
-from lightning_memmap.store.workers import IN_HAND, RowNumbers, Workers, give_way, make_task_runner
+from lightning_memmap.store.workers import RowNumbers, Workers, give_way, make_task_runner
 from lightning_memmap.store.writing import make_writer, run_writers
 
 _REQUESTED = "requested-"
@@ -202,8 +201,6 @@ class _Build:
         self._max_rows = max(1, _TASK_BYTES // max(1, probes.row_bytes))
         #: By file, a reader's request: ranks and rows, int64 of shape (2, rows).
         self._requests: dict[Path, Integers] = {}
-        #: By worker process, rows that it read before it was known how they are stored.
-        self.read_ahead: list[Integers] = []
         #: By row, the group of rows of a file that it is read with, such as a Parquet row group.
         self._group_of = group_of
         #: The rows of each group.
@@ -212,14 +209,6 @@ class _Build:
             order = np.argsort(group_of, kind="stable")
             groups = np.split(order, np.flatnonzero(np.diff(group_of[order])) + 1)
             self._groups = {int(group_of[rows[0]]): rows for rows in groups}
-
-    def begin(self, request: Integers, read_ahead: list[Integers]) -> None:
-        """Note the first rows that will be requested, and rows that workers read already."""
-        ranks, rows = request
-        self.serving.request(rows, ranks)
-        self.read_ahead = read_ahead
-        for taken in read_ahead:
-            self._is_taken[taken] = True
 
     def requests(self) -> list[tuple[int, Integers]]:
         """List the rows that each reader requests and no task has, with the rank of the first."""
@@ -283,13 +272,9 @@ class BackgroundBuild:
         requests: The stores to build, by name.
         num_workers: Processes that read and write.
         plan: Finds the rows that are needed first.
-        step_rows: The number of these rows that are needed together.
     """
 
-    def __init__(
-        self, requests: Mapping[str, BuildRequest], num_workers: int, plan: Plan, step_rows: int
-    ) -> None:
-        self._step_rows = step_rows
+    def __init__(self, requests: Mapping[str, BuildRequest], num_workers: int, plan: Plan) -> None:
         self._builds = dict[str, _Build]()
         self._locks = dict[str, ExitStack]()
         self._is_stopped = False
@@ -306,11 +291,6 @@ class BackgroundBuild:
                 if not is_store(request.directory.path)
             }
             datasets = {name: request.dataset for name, request in self._requests.items()}
-            for name, dataset in datasets.items():
-                # A resumed build may have written the first rows already.
-                is_new = not self._requests[name].directory.unfinished(KEY)
-                if is_new and not isinstance(dataset, Store) and is_read_by_item(dataset):
-                    datasets[name] = ReadAhead(dataset)
             self._workers = stack.enter_context(Workers(datasets, num_workers))
             self._begin(plan)
             self._resources = stack.pop_all()
@@ -355,24 +335,15 @@ class BackgroundBuild:
             name: make_task_runner(read_probes, request.declared)
             for name, request in requests.items()
         }
-        identities = dict[str, Fingerprint]()
+        if not requests:
+            return
+        self._workers.start()
+        first = plan(planned)
+        identities = {name: request.identity for name, request in requests.items()}
         probes = dict[str, Probes]()
-        first = dict[str, Integers]()
-        read_ahead = dict[str, list[Integers]]()
-
-        def tasks() -> Iterator[tuple[str, int]]:
-            for name, store in planned.items():
-                yield name, store.num_rows
-            if not requests:
-                return
-            # While one worker reads the probe rows.
-            self._workers.start()
-            first.update(plan(planned))
-            read_ahead.update(self._read_ahead(first))
-            identities.update((name, request.identity) for name, request in requests.items())
-
+        tasks = [(name, store.num_rows) for name, store in planned.items()]
         self._workers.run(
-            partial(_ByName, probers), tasks(), lambda task, read: probes.update({task[0]: read})
+            partial(_ByName, probers), tasks, lambda task, read: probes.update({task[0]: read})
         )
         for name, request in requests.items():
             draft = request.draft(request.dataset, probes[name], identities[name])
@@ -383,26 +354,8 @@ class BackgroundBuild:
             group_of = make_source(request.dataset, draft.schema).row_groups()
             build = self._builds[name] = _Build(building, probes[name], group_of)
             if name in first:
-                build.begin(first[name], read_ahead.get(name, []))
-
-    def _read_ahead(self, first: Mapping[str, Integers]) -> dict[str, list[Integers]]:
-        """Let all workers read the rows of the first step, before it is known how they are stored.
-
-        Returns:
-            The rows of each worker, by store. A worker can have tasks of a few stores only.
-        """
-        workers = self._workers
-        rows_of_workers = dict[str, list[Integers]]()
-        names = [name for name in first if isinstance(workers.dataset[name], ReadAhead)]
-        for name in names[:IN_HAND]:
-            ranks, rows = first[name]
-            step_rows = _distinct(rows[ranks < self._step_rows])
-            count = workers.num_workers
-            rows_of_workers[name] = [step_rows[index::count] for index in range(count)]
-            for index, worker_rows in enumerate(rows_of_workers[name]):
-                keep = partial(_ByName, {name: make_task_runner(ReadAhead.keep)})
-                workers.tell(index, keep, (name, worker_rows))
-        return rows_of_workers
+                ranks, rows = first[name]
+                build.serving.request(rows, ranks)
 
     def _read(self) -> None:
         """Read and write all rows that are missing, and commit each store."""
@@ -433,8 +386,6 @@ class BackgroundBuild:
 
     def _tasks(self) -> Iterator[tuple[str, RowNumbers]]:
         """Yield the rows to read next: requested ones by rank, and then all others in order."""
-        for name, build in self._builds.items():
-            yield from ((name, rows) for rows in build.read_ahead)
         begin_s = monotonic()
         while not self._is_stopped:
             requests = [

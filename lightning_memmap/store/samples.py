@@ -44,26 +44,6 @@ def read_sample(dataset: Any, row: int) -> Any:
         raise DatasetError(f"the dataset raised at row {row}: {describe_error(error)}") from error
 
 
-class ReadAhead:
-    """A dataset with samples that were read before their schema was known."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-        self.kept = dict[int, Any]()
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, row: int) -> Any:
-        return self.dataset[row]
-
-    def keep(self, rows: Integers) -> None:
-        """Read samples, and keep each until a `SampleReader` takes it."""
-        self.kept.update(
-            (row, copy_sample(read_sample(self.dataset, row))) for row in rows.tolist()
-        )
-
-
 class SampleReader:
     """Reads samples of a dataset, and stacks their leaves.
 
@@ -72,31 +52,24 @@ class SampleReader:
     """
 
     def __init__(self, dataset: Any, schema: Schema) -> None:
-        is_ahead = isinstance(dataset, ReadAhead)
-        self._dataset = dataset.dataset if is_ahead else dataset
-        self._kept: dict[int, Any] = dataset.kept if is_ahead else {}
+        self._dataset = dataset
         self._schema = schema
-        self._use_getitems = _has_matching_getitems(self._dataset)
+        self._use_getitems = _has_matching_getitems(dataset)
         self._is_copying = False
 
     def read(self, rows: RowNumbers) -> list[Values]:
         """Read rows, as one value per field."""
         indices = list(rows) if isinstance(rows, range) else rows.tolist()
-        kept = {row: self._kept.pop(row) for row in indices if row in self._kept}
-        unread = [row for row in indices if row not in kept] if kept else indices
-        if self._use_getitems and (many := self._read_many(unread)) is not None:
-            samples = _merge_kept(indices, kept, many)
-            if (stacked := self._try_stacking(samples, rows, is_exact=True)) is not None:
+        if self._use_getitems and (many := self._read_many(indices)) is not None:
+            if (stacked := self._try_stacking(many, rows, is_exact=True)) is not None:
                 return stacked
             self._use_getitems = False
         if not self._is_copying:
-            read = [read_sample(self._dataset, row) for row in unread]
-            samples = _merge_kept(indices, kept, read)
+            samples = [read_sample(self._dataset, row) for row in indices]
             if (stacked := self._try_stacking(samples, rows, is_exact=False)) is not None:
                 return stacked
             self._is_copying = True
-        read = [copy_sample(read_sample(self._dataset, row)) for row in unread]
-        samples = _merge_kept(indices, kept, read)
+        samples = [copy_sample(read_sample(self._dataset, row)) for row in indices]
         return stack_rows(samples, rows, self._schema, self._read_first)
 
     def _try_stacking(
@@ -123,14 +96,6 @@ class SampleReader:
             if isinstance(many, (list, tuple)) and len(many) == len(rows):
                 return many
         return None
-
-
-def _merge_kept(rows: list[int], kept: dict[int, Any], read: Sequence[Any]) -> Sequence[Any]:
-    """Merge kept samples and samples that were just read, in the order of their rows."""
-    if not kept:
-        return read
-    read_samples = iter(read)
-    return [kept[row] if row in kept else next(read_samples) for row in rows]
 
 
 def choose_block_rows(row_bytes: int) -> int:

@@ -41,7 +41,7 @@ Connection: TypeAlias = "connection.Connection[Any, Any]"
 RowNumbers = range | Integers
 
 #: Tasks of each process: one that runs, and one that waits.
-IN_HAND = 2
+_IN_HAND = 2
 #: Seconds of work in one range: short enough for progress bar and journal, long enough to be cheap.
 _RANGE_S = 1.0
 #: Ranges get smaller towards the end, so that all workers end together, down to this.
@@ -90,7 +90,7 @@ class Workers:
     def _run_in_processes(
         self, make: bytes, tasks: Iterator[Any], receive: Callable[[Any, Any], None]
     ) -> None:
-        for number, task in enumerate(islice(tasks, IN_HAND * self.num_workers)):
+        for number, task in enumerate(islice(tasks, _IN_HAND * self.num_workers)):
             self._process(number % self.num_workers).submit(make, task)
         while busy := {worker.connection: worker for worker in self._processes if worker.tasks}:
             errors = list[BaseException]()
@@ -109,10 +109,6 @@ class Workers:
             # The outcomes of the other workers are kept.
             if errors:
                 raise errors[0]
-
-    def tell(self, index: int, make: Callable[[Any], Callable[[Task], object]], task: Task) -> None:
-        """Run something in one of the processes before its next task. Its errors are dropped."""
-        self._process(index).send((pickle.dumps(make), task, False))
 
     def start(self) -> None:
         """Start all processes. They end with the thread that starts them."""
@@ -159,7 +155,7 @@ class _Process:
 
     def submit(self, make: bytes, task: Any) -> None:
         """Send a task."""
-        self.send((make, task, True))
+        self.send((make, task))
         self.tasks.append(task)
 
     def send(self, message: Any) -> None:
@@ -310,14 +306,13 @@ def _serve(parent: Connection, theirs: Connection, dataset: Any) -> None:
     work_of = cache(lambda make: pickle.loads(make)(dataset))
     with suppress(EOFError, ConnectionError):
         while (message := parent.recv()) is not None:
-            make, task, is_answered = message
+            make, task = message
             try:
                 with _our_errors():
                     outcome = work_of(make)(task)
             except BaseException as error:
                 outcome = _make_sendable(error)
-            if is_answered:
-                parent.send(outcome)
+            parent.send(outcome)
 
 
 def _make_sendable(error: BaseException) -> Any:

@@ -72,17 +72,16 @@ class Failing(Logged):
         return super().__getitem__(row)
 
 
-# Where it is among those that are needed first, it is read before the build begins, too.
-@pytest.mark.parametrize(("needed", "most"), [([], 99), ([3, 60], 100)])
+@pytest.mark.parametrize("needed", [[], [3, 60]])
 def test_background_build_that_failed_is_resumed_by_the_same_process(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, needed: list[int], most: int
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, needed: list[int]
 ) -> None:
     first = {"train": np.stack([np.arange(len(needed)), needed])} if needed else {}
 
     def build(kind: type[Logged], log: str) -> set[str]:
         dataset = kind(Numbered(100), tmp_path / log)
         asked = BuildRequest(dataset, tmp_path / "s", None, 1, "one", Declared(), progress=False)
-        building = BackgroundBuild({"train": asked}, 1, lambda stores: first, 9)
+        building = BackgroundBuild({"train": asked}, 1, lambda stores: first)
         store = open_growing(tmp_path / "s")
         assert store is not None
         try:
@@ -95,8 +94,8 @@ def test_background_build_that_failed_is_resumed_by_the_same_process(
         build(Failing, "first")
     # Nothing of the first one has kept the lock of its journal.
     assert "resuming" not in caplog.text
-    assert len(build(Logged, "second")) <= most
-    assert ("resuming" in caplog.text) == (most < 100)
+    assert len(build(Logged, "second")) < 100
+    assert "resuming" in caplog.text
     assert holds(open_store(tmp_path / "s"), Numbered(100))
 
 

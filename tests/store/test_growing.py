@@ -33,7 +33,7 @@ def growing(
     asked = BuildRequest(
         dataset, path, None, 1, "one", read_declared(variable, None), progress=False
     )
-    building = BackgroundBuild({"train": asked}, 1, lambda stores: {}, 9)
+    building = BackgroundBuild({"train": asked}, 1, lambda stores: {})
     try:
         store = open_growing(path)
         assert store is not None
@@ -100,7 +100,7 @@ def test_two_builds_of_the_same_stores_do_not_wait_for_each_other(
     }
     with ThreadPoolExecutor(1) as pool:
         with StoreDirectory(tmp_path / "a").locked():
-            begun = pool.submit(BackgroundBuild, asked, 1, lambda stores: {}, 9)
+            begun = pool.submit(BackgroundBuild, asked, 1, lambda stores: {})
             while "waiting for it" not in caplog.text:
                 sleep(0.001)
             # Who waits for one store holds none that comes after it.
