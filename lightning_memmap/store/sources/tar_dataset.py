@@ -166,7 +166,7 @@ class TarDataset(_TarSamples, Dataset[dict[str, Any]]):
             num_bytes = sum(self.sizes)
             hidden = num_bytes < _SHOWN_BYTES
             with show_progress("indexing", num_bytes, 1, hidden=hidden) as advance:
-                self._indices = TarIndices.make(tuple(self.tars), advance)
+                self._indices = TarIndices(self.tars, advance)
         return self._indices
 
     def __len__(self) -> int:
@@ -190,9 +190,7 @@ class TarDataset(_TarSamples, Dataset[dict[str, Any]]):
         count = len(self)
         if not -count <= index < count:
             raise IndexError(f"row {row}: the tar files have {count} samples")
-        tar, key, members = self._get_indices().sample(index % count)
-        data = {ending: read() for ending, read in members.items() if self._is_used(ending)}
-        return self._make_sample(tar, key, data)
+        return self._make_sample(*self._get_indices().read(index % count, self._is_used))
 
 
 class TarStream(_TarSamples, IterableDataset[dict[str, Any]]):

@@ -14,17 +14,15 @@ import os
 import re
 import stat
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
+import xxhash
 from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, StoreError, describe_error
@@ -39,20 +37,13 @@ _META = re.compile(r"__[^/]*__(/|$)")
 #: The largest member that is read, and the largest index.
 MAX_MEMBER_BYTES = 2**29
 _MAX_INDEX_BYTES = 2**31
+#: A cached index begins with its digest.
+_DIGEST_BYTES = 8
 #: Errors in a header; the last two are a block of zeros and the end of the file.
 _HEADER_ERROR = tarfile.HeaderError
 _END = tarfile.EOFHeaderError  # type: ignore[attr-defined]
 _EMPTY = tarfile.EmptyHeaderError  # type: ignore[attr-defined]
 _log = logging.getLogger(__name__)
-
-
-class Member(NamedTuple):
-    """A member of a tar file."""
-
-    ending: str
-    """In lower case."""
-    offset: int
-    num_bytes: int
 
 
 class TarIndex(msgspec.Struct, frozen=True):
@@ -64,61 +55,26 @@ class TarIndex(msgspec.Struct, frozen=True):
     """Bytes and modification time of the file when it was scanned."""
     keys: bytes
     """The keys of all samples as UTF-8, concatenated."""
-    key_stops: bytes
-    member_stops: bytes
-    """One past the last member of each sample."""
-    names: list[str]
-    """Each ending once."""
-    endings: bytes
-    """The number of each member's ending."""
-    offsets: bytes
-    sizes: bytes
+    samples: bytes
+    """One past the last byte of the key and one past the last member, of shape (samples, 2)."""
+    endings: list[str]
+    """Each ending once, in lower case."""
+    members: bytes
+    """The number of the ending, the offset and the bytes, of shape (members, 3)."""
 
     @property
     def num_samples(self) -> int:
         """The number of samples in the file."""
-        return len(self.key_stops) // 8
+        return len(self.samples) // 16
 
-    def sample(self, row: int) -> tuple[str, list[Member]]:
-        """Return the key and the members of a sample."""
-        start, stop = _get_bounds(self.key_stops, row)
-        key = self.keys[start:stop].decode("utf-8", "surrogateescape")
-        members = slice(*_get_bounds(self.member_stops, row))
-        columns = (
-            _view_integers(data)[members] for data in (self.endings, self.offsets, self.sizes)
-        )
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        return key, [Member(self.names[ending], *where) for ending, *where in rows]
-
-    def check(self) -> None:
-        """Check that all numbers fit the file, because another program may have written them."""
-        key_stops = _view_integers(self.key_stops)
-        member_stops = _view_integers(self.member_stops)
-        endings, offsets, sizes = map(_view_integers, (self.endings, self.offsets, self.sizes))
-        is_valid = (
-            len(key_stops) == len(member_stops)
-            and len(endings) == len(offsets) == len(sizes)
-            and _are_ascending(key_stops, len(self.keys))
-            and _are_ascending(member_stops, len(endings))
-            and bool(((endings >= 0) & (endings < len(self.names))).all())
-            and bool(((offsets >= 0) & (sizes >= 0) & (sizes <= self.state[0])).all())
-            and bool((offsets <= self.state[0] - sizes).all())
-        )
-        if not is_valid:
-            raise ValueError("its numbers don't fit the tar file")
-
-
-def _view_integers(data: bytes) -> NDArray[np.int64]:
-    return np.frombuffer(data, np.int64)
-
-
-def _get_bounds(stops: bytes, row: int) -> tuple[int, int]:
-    numbers = _view_integers(stops)
-    return int(numbers[row - 1]) if row else 0, int(numbers[row])
-
-
-def _are_ascending(stops: NDArray[np.int64], last: int) -> bool:
-    return bool((np.diff(stops, prepend=0) >= 0).all()) and (stops[-1] if len(stops) else 0) == last
+    def sample(self, row: int) -> tuple[str, list[list[int]]]:
+        """Return the key of a sample, and the row of each of its members in ``members``."""
+        stops = np.frombuffer(self.samples, np.int64).reshape(-1, 2)
+        key_start, start = stops[row - 1].tolist() if row else (0, 0)
+        key_stop, stop = stops[row].tolist()
+        members = np.frombuffer(self.members, np.int64).reshape(-1, 3)
+        key = self.keys[key_start:key_stop].decode("utf-8", "surrogateescape")
+        return key, members[start:stop].tolist()
 
 
 def index_tar(tar: str, advance: Callable[[int], None]) -> TarIndex:
@@ -168,22 +124,23 @@ def _find_cache_file(path: str) -> Path | None:
 def _load(cache: Path, path: str, state: tuple[int, int]) -> TarIndex | None:
     try:
         data = read_plain(cache, _MAX_INDEX_BYTES)
-        index = msgspec.msgpack.decode(data, type=TarIndex)
-        if (index.path, index.state) != (path, state):
-            return None
-        index.check()
-    except (OSError, StoreError, ValueError) as error:  # It doesn't exist, or is damaged.
-        if not isinstance(error, FileNotFoundError):
-            _log.warning("%s is scanned again: its index %s is damaged: %s", path, cache, error)
+        if xxhash.xxh3_64_digest(data[_DIGEST_BYTES:]) != data[:_DIGEST_BYTES]:
+            raise ValueError("its digest does not match its content")
+        index = msgspec.msgpack.decode(data[_DIGEST_BYTES:], type=TarIndex)
+    except FileNotFoundError:
         return None
-    return index
+    except (OSError, StoreError, ValueError) as error:
+        _log.warning("%s is scanned again: its index %s is damaged: %s", path, cache, error)
+        return None
+    return index if (index.path, index.state) == (path, state) else None
 
 
 def _save(index: TarIndex, cache: Path) -> None:
     """Cache an index for the next process, if there is disk space for it."""
     temporary = cache.with_suffix(f".{os.getpid()}{TEMPORARY}")
+    data = msgspec.msgpack.encode(index)
     try:
-        temporary.write_bytes(msgspec.msgpack.encode(index))
+        temporary.write_bytes(xxhash.xxh3_64_digest(data) + data)
         os.replace(temporary, cache)
     except OSError as error:
         _log.warning("%s: its index isn't cached: %s", index.path, error)
@@ -193,27 +150,21 @@ def _save(index: TarIndex, cache: Path) -> None:
 
 def _scan(tar: str, path: str, state: tuple[int, int], advance: Callable[[int], None]) -> TarIndex:
     keys = bytearray()
-    key_stops: list[int] = []
-    member_stops: list[int] = []
-    names = dict[str, int]()
-    columns = list[int](), list[int](), list[int]()
+    samples: list[tuple[int, int]] = []
+    endings = dict[str, int]()
+    members: list[tuple[int, int, int]] = []
     done = 0
     for key, group in group_members(tar, iterate_headers(tar, state[0]), lambda _, member: member):
         for ending, member in group.items():
-            numbers = names.setdefault(ending, len(names)), member.offset_data, member.size
-            for column, number in zip(columns, numbers, strict=True):
-                column.append(number)
+            number = endings.setdefault(ending, len(endings))
+            members.append((number, member.offset_data, member.size))
             advance(member.offset_data + member.size - done)
             done = member.offset_data + member.size
         keys += key.encode("utf-8", "surrogateescape")
-        key_stops.append(len(keys))
-        member_stops.append(len(columns[0]))
+        samples.append((len(keys), len(members)))
     advance(state[0] - done)
-    arrays = (
-        np.array(column, np.int64).tobytes() for column in (key_stops, member_stops, *columns)
-    )
-    ends, members, endings, offsets, sizes = arrays
-    return TarIndex(path, state, bytes(keys), ends, members, [*names], endings, offsets, sizes)
+    sample_bytes, member_bytes = (np.array(rows, np.int64).tobytes() for rows in (samples, members))
+    return TarIndex(path, state, bytes(keys), sample_bytes, [*endings], member_bytes)
 
 
 def iterate_headers(tar: str, num_bytes: int) -> Iterator[tuple[str, tarfile.TarInfo]]:
@@ -320,49 +271,48 @@ def make_truncated_error(tar: str, name: str) -> DatasetError:
     return DatasetError(f"{tar}: {name!r} is truncated: the tar file is damaged")
 
 
-@dataclass(frozen=True, eq=False)
 class TarIndices:
-    """The samples of several tar files, concatenated."""
+    """The samples of several tar files, concatenated.
 
-    tars: tuple[str, ...]
-    indices: tuple[TarIndex, ...]
-    stops: NDArray[np.int64]
-    """One past the last sample of each file."""
+    Args:
+        tars: The paths of the files.
+        advance: Called with the number of bytes scanned since the last call.
+    """
 
-    @classmethod
-    def make(cls, tars: tuple[str, ...], advance: Callable[[int], None]) -> "TarIndices":
-        """Index tar files."""
-        indices = tuple(index_tar(tar, advance) for tar in tars)
-        return cls(tars, indices, np.cumsum([index.num_samples for index in indices]))
+    def __init__(self, tars: Sequence[str], advance: Callable[[int], None]) -> None:
+        self._tars = tars
+        self._indices = [index_tar(tar, advance) for tar in tars]
+        #: One past the last sample of each file.
+        self._stops = np.cumsum([index.num_samples for index in self._indices])
 
     @property
     def num_samples(self) -> int:
         """The number of samples in all files."""
-        return int(self.stops[-1])
+        return int(self._stops[-1])
 
-    def sample(self, row: int) -> tuple[str, str, dict[str, Callable[[], bytes]]]:
-        """Return the tar file and the key of a sample, and functions that read its members, by
-        ending."""
-        number = int(np.searchsorted(self.stops, row, side="right"))
-        index = self.indices[number]
-        tar = self.tars[number]
-        key, members = index.sample(row - int(self.stops[number]) + index.num_samples)
-        read = partial(_read_member, tar, index.state, key)
-        return tar, key, {member.ending: partial(read, member) for member in members}
-
-
-def _read_member(tar: str, state: tuple[int, int], key: str, member: Member) -> bytes:
-    name = f"{key}.{member.ending}"
-    try:
-        with closing(open(tar, "rb", buffering=0)) as file:
-            if get_file_state(os.fstat(file.fileno())) != state:
-                raise DatasetError(
-                    f"{tar} has changed since it was indexed: create the dataset again"
-                )
-            check_size(tar, name, member.num_bytes)
-            data = os.pread(file.fileno(), member.num_bytes, member.offset)
-    except OSError as error:
-        raise DatasetError(f"{tar}: {name!r} cannot be read: {describe_error(error)}") from None
-    if len(data) != member.num_bytes:
-        raise make_truncated_error(tar, name)
-    return data
+    def read(self, row: int, is_used: Callable[[str], bool]) -> tuple[str, str, dict[str, bytes]]:
+        """Return the tar file and the key of a sample, and its members with the endings in use."""
+        number = int(np.searchsorted(self._stops, row, side="right"))
+        index = self._indices[number]
+        tar = self._tars[number]
+        key, members = index.sample(row - int(self._stops[number]) + index.num_samples)
+        sample = dict[str, bytes]()
+        try:
+            with closing(open(tar, "rb", buffering=0)) as file:
+                if get_file_state(os.fstat(file.fileno())) != index.state:
+                    raise DatasetError(
+                        f"{tar} has changed since it was indexed: create the dataset again"
+                    )
+                for ending_number, offset, num_bytes in members:
+                    ending = index.endings[ending_number]
+                    name = f"{key}.{ending}"
+                    if not is_used(ending):
+                        continue
+                    check_size(tar, name, num_bytes)
+                    data = os.pread(file.fileno(), num_bytes, offset)
+                    if len(data) != num_bytes:
+                        raise make_truncated_error(tar, name)
+                    sample[ending] = data
+        except OSError as error:
+            raise DatasetError(f"{tar}: {key!r} cannot be read: {describe_error(error)}") from None
+        return tar, key, sample

@@ -10,7 +10,6 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -455,19 +454,17 @@ def test_tar_file_that_changes_after_its_scan_is_an_error(tmp_path: Path) -> Non
         dataset[0]
 
 
-@pytest.mark.parametrize("damage", ["cut", "other", "empty", "offset", "link"])
+@pytest.mark.parametrize("damage", ["cut", "other", "empty", "byte", "link"])
 def test_damaged_index_is_made_again(tmp_path: Path, scans: list[str], damage: str) -> None:
     path = write_tar(tmp_path / "a.tar", [("1.cls", b"1"), ("2.cls", b"2")])
     assert iterate_samples(path) == [1, 2]
     (kept,) = (tmp_path / "cache" / "tars").iterdir()
     data = kept.read_bytes()
-    index = msgspec.msgpack.decode(data, type=tar_index.TarIndex)
-    far = np.array([512, 2**40], np.int64).tobytes()
     changed = {
         "cut": data[:-5],
         "other": b"\xc3",
         "empty": b"",
-        "offset": msgspec.msgpack.encode(msgspec.structs.replace(index, offsets=far)),
+        "byte": data[:-5] + bytes([data[-5] ^ 1]) + data[-4:],
         "link": data,
     }[damage]
     kept.unlink()
