@@ -14,7 +14,6 @@ Shard 0 of this field has the chunks 0, 1, 3 and 4. Shards and files without byt
 import errno
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.store.columns import Column, FixedColumn
@@ -53,19 +53,6 @@ class Chunk(NamedTuple):
     checksum: bytes
 
 
-class _FileChunks(NamedTuple):
-    """The chunks of one file."""
-
-    name: str
-    bounds: Integers
-    """The bytes at which the shards start, and the size of the file, int64 of shape (C + 1,)."""
-    edges: Integers
-    """The bytes at which the chunks start, and the size of the file, int64 of shape (chunks + 1,).
-    """
-    first: int
-    """The number of the first chunk within the column."""
-
-
 class ColumnChunks:
     """The chunks of one column and their checksums.
 
@@ -77,38 +64,33 @@ class ColumnChunks:
 
     def __init__(self, column: Column, chunk_bytes: int, checksums: bytes) -> None:
         self._checksums = checksums
-        self._files = list[_FileChunks]()
-        first = 0
-        for name, bounds in column.bounds.items():
-            edges = _compute_edges(bounds, chunk_bytes)
-            self._files.append(_FileChunks(name, bounds, edges, first))
-            first += len(edges) - 1
+        cuts = [(name, *_cut(bounds, chunk_bytes)) for name, bounds in column.bounds.items()]
+        #: By chunk: its file, shard, first byte, and one past its last byte.
+        self._files = [name for name, shards, _ in cuts for _ in shards]
+        self._shards = np.concatenate([shards for _, shards, _ in cuts])
+        self._starts = np.concatenate([edges[:-1] for *_, edges in cuts])
+        self._stops = np.concatenate([edges[1:] for *_, edges in cuts])
 
     def of_shard(self, shard: int) -> list[Chunk]:
         """Return the chunks of one shard, file after file."""
-        chunks = list[Chunk]()
-        for file in self._files:
-            start, stop = np.searchsorted(file.edges, file.bounds[shard : shard + 2]).tolist()
-            if file.bounds[shard] < file.bounds[shard + 1]:
-                chunks += [self._chunk(file, index, shard) for index in range(start, stop)]
-        return chunks
+        return self._list_chunks(self._shards == shard)
 
     def differing(self, checksums: bytes) -> list[Chunk]:
         """Return the chunks whose checksums differ from the manifest."""
         expected = np.frombuffer(self._checksums, np.uint64)
-        is_wrong = expected != np.frombuffer(checksums, np.uint64)
-        chunks = list[Chunk]()
-        for file in self._files:
-            for index in np.flatnonzero(is_wrong[file.first :][: len(file.edges) - 1]).tolist():
-                # Empty shards start at the same byte: the last one has the chunk.
-                shard = int(np.searchsorted(file.bounds, file.edges[index], side="right")) - 1
-                chunks.append(self._chunk(file, index, shard))
-        return chunks
+        return self._list_chunks(expected != np.frombuffer(checksums, np.uint64))
 
-    def _chunk(self, file: _FileChunks, index: int, shard: int) -> Chunk:
-        start = CHECKSUM_BYTES * (file.first + index)
-        checksum = self._checksums[start : start + CHECKSUM_BYTES]
-        return Chunk(shard, file.name, int(file.edges[index]), int(file.edges[index + 1]), checksum)
+    def _list_chunks(self, is_listed: NDArray[np.bool_]) -> list[Chunk]:
+        return [
+            Chunk(
+                int(self._shards[index]),
+                self._files[index],
+                int(self._starts[index]),
+                int(self._stops[index]),
+                self._checksums[CHECKSUM_BYTES * index : CHECKSUM_BYTES * (index + 1)],
+            )
+            for index in np.flatnonzero(is_listed).tolist()
+        ]
 
 
 def merge_chunks(chunks: Sequence[Chunk]) -> list[tuple[int, str, int, int]]:
@@ -139,12 +121,13 @@ def _counts(bounds: Integers, chunk_bytes: int) -> Integers:
     return -(-np.diff(bounds) // chunk_bytes)
 
 
-def _compute_edges(bounds: Integers, chunk_bytes: int) -> Integers:
-    """Return the bytes at which chunks start, and the last one ends."""
+def _cut(bounds: Integers, chunk_bytes: int) -> tuple[Integers, Integers]:
+    """Return the shard of each chunk of a file, and the bytes at which chunks start and the last
+    one ends."""
     counts = _counts(bounds, chunk_bytes)
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    starts = np.repeat(bounds[:-1], counts) + (np.arange(len(first)) - first) * chunk_bytes
-    return np.append(starts, bounds[-1])
+    shards = np.repeat(np.arange(len(counts)), counts)
+    index = np.arange(len(shards)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return shards, np.append(bounds[shards] + index * chunk_bytes, bounds[-1])
 
 
 def compute_checksums(
@@ -156,27 +139,22 @@ def compute_checksums(
 ) -> dict[str, bytes]:
     """Read all files of a store and hash each chunk, by field."""
     chunk_bytes = choose_chunk_bytes(columns)
-    sums = dict[str, bytes]()
+    sums = {column.field.name: b"" for column in columns}
+    files = [(column, name) for column in columns for name in column.file_bytes]
     with start_threads(num_threads) as pool:
-        for column in columns:
-            # Not through the mapping: a read error here is an OSError, there it is a SIGBUS.
-            with ExitStack() as stack:
-                column_sums = b""
-                for name in column.file_bytes:
-                    path = directory / name
-                    edges = _compute_edges(column.bounds[name], chunk_bytes)
-                    try:
-                        opened = stack.enter_context(open(open_plain(path), "rb", buffering=0))
-                        # Several chunks at once: there may be many that are small.
-                        step = -(-(len(edges) - 1) // (2 * num_threads))
-                        groups = [
-                            edges[at : at + step + 1] for at in range(0, len(edges) - 1, step)
-                        ]
-                        hash_group = partial(_hash_chunks, opened.fileno(), advance)
-                        column_sums += b"".join(pool.map(hash_group, groups))
-                    except OSError as error:
-                        raise make_unreadable_error(path, error) from error
-                sums[column.field.name] = column_sums
+        for column, name in files:
+            path = directory / name
+            _, edges = _cut(column.bounds[name], chunk_bytes)
+            # Several chunks at once: there may be many that are small.
+            step = -(-(len(edges) - 1) // (2 * num_threads))
+            groups = [edges[at : at + step + 1] for at in range(0, len(edges) - 1, step)]
+            try:
+                # Not through the mapping: a read error here is an OSError, there it is a SIGBUS.
+                with open(open_plain(path), "rb", buffering=0) as file:
+                    hash_group = partial(_hash_chunks, file.fileno(), advance)
+                    sums[column.field.name] += b"".join(pool.map(hash_group, groups))
+            except OSError as error:
+                raise make_unreadable_error(path, error) from error
     return sums
 
 
