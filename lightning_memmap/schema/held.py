@@ -13,12 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_memmap.integers import Integers
-from lightning_memmap.schema.fields import Field, Values
-from lightning_memmap.schema.stack import Branch, Samples
-from lightning_memmap.schema.structure import Node, Path
 from lightning_memmap.tensordict_types import is_tensorclass, tensordict_types
 
 _IMMUTABLE = {int, float, complex, bool, str, bytes, type(None), *np.sctypeDict.values()}
@@ -124,33 +120,3 @@ def _bounds(array: NDArray[Any]) -> tuple[int, int]:
 def _are_overlapping(starts: Integers, stops: Integers) -> bool:
     order = np.argsort(starts, kind="stable")
     return bool((stops[order][:-1] > starts[order][1:]).any())
-
-
-class CheckedSamples(Samples):
-    """Samples that are checked for shared memory while they are stacked."""
-
-    def __init__(self, values: Sequence[Any], check: SharedMemoryCheck) -> None:
-        super().__init__(values)
-        self._check = check
-
-    @override
-    def _like(self, values: Sequence[Any]) -> Branch:
-        return CheckedSamples(values, self._check)
-
-    @override
-    def parts(self, node: Node, path: Path) -> Sequence[Branch]:
-        children = super().parts(node, path)
-        self._check.compare(self._values)
-        return children
-
-    @override
-    def lists(self, path: Path) -> tuple[Branch, Integers]:
-        items = super().lists(path)
-        self._check.compare(self._values)
-        return items
-
-    @override
-    def leaves(self, field: Field) -> Values:
-        values = super().leaves(field)
-        self._check.compare(self._values)
-        return values

@@ -17,7 +17,7 @@ from lightning_memmap.schema.fields import (
     readable_name,
 )
 from lightning_memmap.schema.forms import Declared
-from lightning_memmap.schema.held import CheckedSamples, SharedMemoryCheck
+from lightning_memmap.schema.held import SharedMemoryCheck
 from lightning_memmap.schema.infer import Inference, merge_shapes, widen_fields
 from lightning_memmap.schema.stack import Batch, Samples, stack
 from lightning_memmap.schema.structure import Node, make_builder
@@ -212,8 +212,7 @@ class Schema:
 
         ``sharing`` records whether the samples share memory.
         """
-        branch = Samples(samples) if sharing is None else CheckedSamples(samples, sharing)
-        return stack(branch, self.structure)
+        return stack(Samples(samples, sharing), self.structure)
 
     def flatten(self, sample: Any) -> list[Tensor]:
         """Convert a sample to one tensor per field, as they are stored."""

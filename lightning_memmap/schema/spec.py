@@ -27,19 +27,13 @@ from lightning_memmap.schema.structure import (
 
 def check_schema(schema: Schema) -> None:
     """Raise a SchemaError if the values of a schema contradict each other."""
-    _check_node(schema.structure, 0)
+    _check_node(schema.structure, ())
     schema.check_values()
-    nodes = list(schema.structure.walk())
-    if len({(node.kind, node.name, node.keys) for _, node in nodes if node.name}) > MAX_CLASSES:
+    nodes = [node for _, node in schema.structure.walk()]
+    if len({(node.kind, node.name, node.keys) for node in nodes if node.name}) > MAX_CLASSES:
         raise SchemaError(f"the structure has more than {MAX_CLASSES} classes")
     if not 1 <= len(schema.fields) <= MAX_FIELDS:
         raise SchemaError(f"{len(schema.fields)} fields: a store has 1 to {MAX_FIELDS}")
-    for path, node in nodes:
-        _check_names(path, node)
-        if node.field is not None:
-            _check_field(node.field)
-        if node.kind == "tensordict":
-            _check_batch_size(node)
 
 
 def read_dtype(kind: type, value: Any) -> torch.dtype:
@@ -50,29 +44,7 @@ def read_dtype(kind: type, value: Any) -> torch.dtype:
     return DTYPES[value]
 
 
-def _check_names(path: Path, node: Node) -> None:
-    """Check that the names of a field and a mask match their path."""
-    if node.field is not None and node.field.name != field_name(path):
-        raise SchemaError(
-            f"the name of field {short_repr(node.field.name)} does not match its path"
-        )
-    if node.mask and node.mask != field_name((*path, MASK)):
-        raise SchemaError(f"the name of mask {short_repr(node.mask)} does not match its path")
-
-
-def _check_field(field: Field) -> None:
-    """Check that the shape and dtype of a leaf match its kind."""
-    kind = field.kind
-    description = f"field {field.name!r}: {field} ({kind})"
-    if None in field.shape[field.num_variable :]:
-        raise SchemaError(f"{description}: variable dimensions must come first")
-    if isinstance(kind, Text) and kind.many:
-        raise SchemaError(f"{description} is outside a list of records, so it cannot be a list")
-    if kind.dtype not in (None, field.dtype) or kind.shape not in (None, field.shape):
-        raise SchemaError(f"{description}: the dtype or shape does not match the kind")
-
-
-def _check_node(node: Node, depth: int) -> None:
+def _check_node(node: Node, path: Path, depth: int = 0) -> None:
     """Check a node and its descendants."""
     kind = node.kind
     keys = node.keys
@@ -80,11 +52,11 @@ def _check_node(node: Node, depth: int) -> None:
         raise SchemaError(f"the structure is nested deeper than {MAX_DEPTH} levels")
     if kind == "none":
         raise SchemaError("a part is None in all rows")
-    for child in node.children:
-        _check_node(child, depth + 1)
     num_children = 1 if kind in WRAPPERS else len(keys)
     if len(node.children) != num_children or (keys and (kind in WRAPPERS or kind == "leaf")):
         raise SchemaError(f"a {kind} of {short_repr(keys)} has {len(node.children)} children")
+    for child_path, child in node.items(path):
+        _check_node(child, child_path, depth + 1)
     if (kind == "leaf") != (node.field is not None):
         raise SchemaError(f"a {kind} has the field {short_repr(node.field)}")
     if (kind == "optional") != bool(node.mask):
@@ -99,14 +71,30 @@ def _check_node(node: Node, depth: int) -> None:
         raise SchemaError(f"the keys of a {kind} are {short_repr(keys)}")
     if (kind in CLASS_KINDS) != bool(node.name):
         raise SchemaError(f"a {kind} has the class name {short_repr(node.name)}")
+    if node.feature_dims and kind != "tensordict":
+        raise SchemaError(f"a {kind} has feature_dims={node.feature_dims}")
+    if node.field is not None:
+        _check_field(node.field, path)
+    if node.mask and node.mask != field_name((*path, MASK)):
+        raise SchemaError(f"the name of mask {short_repr(node.mask)} does not match its path")
     if kind in CLASS_KINDS:
         _check_class(node)
-    is_tensordict = kind == "tensordict"
-    other_kinds = {child.kind for child in node.children} - {"leaf", kind}
-    if is_tensordict and (other_kinds or not keys):
-        raise SchemaError(f"a tensordict of {short_repr(keys)} has children {sorted(other_kinds)}")
-    if not is_tensordict and node.feature_dims:
-        raise SchemaError(f"a {kind} has feature_dims={node.feature_dims}")
+    if kind == "tensordict":
+        _check_tensordict(node)
+
+
+def _check_field(field: Field, path: Path) -> None:
+    """Check that the name of a leaf matches its path, and its shape and dtype match its kind."""
+    kind = field.kind
+    if field.name != field_name(path):
+        raise SchemaError(f"the name of field {short_repr(field.name)} does not match its path")
+    description = f"field {field.name!r}: {field} ({kind})"
+    if None in field.shape[field.num_variable :]:
+        raise SchemaError(f"{description}: variable dimensions must come first")
+    if isinstance(kind, Text) and kind.many:
+        raise SchemaError(f"{description} is outside a list of records, so it cannot be a list")
+    if kind.dtype not in (None, field.dtype) or kind.shape not in (None, field.shape):
+        raise SchemaError(f"{description}: the dtype or shape does not match the kind")
 
 
 def _check_class(node: Node) -> None:
@@ -133,8 +121,12 @@ def _is_identifier(name: str | int) -> bool:
     )
 
 
-def _check_batch_size(node: Node) -> None:
-    """Check that the fields of a TensorDict share its batch size."""
+def _check_tensordict(node: Node) -> None:
+    """Check that a TensorDict has fields alone, which share its batch size."""
+    other_kinds = {child.kind for child in node.children} - {"leaf", "tensordict"}
+    if other_kinds or not node.keys:
+        keys = short_repr(node.keys)
+        raise SchemaError(f"a tensordict of {keys} has children {sorted(other_kinds)}")
     shape = node.fields[0].shape
     batch_size = shape[: max(0, len(shape) - node.feature_dims)]
     if any(field.shape[: len(batch_size)] != batch_size for field in node.fields):

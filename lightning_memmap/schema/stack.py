@@ -30,6 +30,7 @@ from lightning_memmap.schema.fields import (
     describe_path,
     dtype_name,
 )
+from lightning_memmap.schema.held import SharedMemoryCheck
 from lightning_memmap.schema.kinds import (
     FROM_PYTHON,
     Array,
@@ -78,10 +79,16 @@ class Branch(ABC):
 
 
 class Samples(Branch):
-    """Samples of a dataset, or one part of each sample."""
+    """Samples of a dataset, or one part of each sample.
 
-    def __init__(self, values: Sequence[Any]) -> None:
+    Args:
+        values: The values.
+        sharing: Records whether any of them share memory, once they are stacked.
+    """
+
+    def __init__(self, values: Sequence[Any], sharing: SharedMemoryCheck | None = None) -> None:
         self._values = values
+        self._sharing = sharing
 
     @override
     def __len__(self) -> int:
@@ -97,7 +104,9 @@ class Samples(Branch):
 
     @override
     def parts(self, node: Node, path: Path) -> Sequence[Branch]:
-        return list(map(self._like, split_columns(self._values, node, path)))
+        children = list(map(self._like, split_columns(self._values, node, path)))
+        self._compare()
+        return children
 
     @override
     def lists(self, path: Path) -> tuple[Branch, Integers]:
@@ -107,22 +116,22 @@ class Samples(Branch):
                 " of records"
             )
         lengths = np.array(list(map(len, self._values)), np.int64)
-        return self._like(list(chain.from_iterable(self._values))), lengths
+        items = self._like(list(chain.from_iterable(self._values)))
+        self._compare()
+        return items, lengths
 
     @override
     def leaves(self, field: Field) -> Values:
-        leaves = self._values
-        if isinstance(field.kind, Text):
-            return _stack_texts(field, field.kind, leaves)
-        if not isinstance(field.kind, Image):
-            # If this fails, the leaves are converted one at a time below.
-            with suppress(RuntimeError, TypeError, ValueError, OverflowError, AttributeError):
-                return _stack_same_type(field, leaves)
-        data, sizes = _concatenate(field, [convert_leaf(field, leaf) for leaf in leaves])
-        return Values(as_tensor(data), sizes)
+        stacked = _stack_leaves(field, self._values)
+        self._compare()
+        return stacked
 
     def _like(self, values: Sequence[Any]) -> Branch:
-        return Samples(values)
+        return Samples(values, self._sharing)
+
+    def _compare(self) -> None:
+        if self._sharing is not None:
+            self._sharing.compare(self._values)
 
 
 class Batch(Branch):
@@ -222,6 +231,17 @@ def _join_texts(texts: Values, lengths: Integers) -> Values:
     rows = [join_texts([*islice(encoded, length)]) for length in lengths.tolist()]
     sizes = np.array(list(map(len, rows)), np.int64)[:, None]
     return Values(as_tensor(np.frombuffer(b"".join(rows), np.uint8)), sizes)
+
+
+def _stack_leaves(field: Field, leaves: Sequence[Any]) -> Values:
+    if isinstance(field.kind, Text):
+        return _stack_texts(field, field.kind, leaves)
+    if not isinstance(field.kind, Image):
+        # If this fails, the leaves are converted one at a time below.
+        with suppress(RuntimeError, TypeError, ValueError, OverflowError, AttributeError):
+            return _stack_same_type(field, leaves)
+    data, sizes = _concatenate(field, [convert_leaf(field, leaf) for leaf in leaves])
+    return Values(as_tensor(data), sizes)
 
 
 def _stack_same_type(field: Field, leaves: Sequence[Any]) -> Values:
