@@ -14,6 +14,7 @@ Shard 0 of this field has the chunks 0, 1, 3 and 4. Shards and files without byt
 import errno
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.store.columns import Column, FixedColumn
 from lightning_memmap.store.files import make_unreadable_error, open_plain
+from lightning_memmap.store.paths import StoreUrl
 from lightning_memmap.store.workers import start_threads
 
 #: Bytes that one checksum covers. Doubled until a store has at most `MAX_CHECKSUMS` of them.
@@ -93,15 +95,43 @@ class ColumnChunks:
         ]
 
 
-def merge_chunks(chunks: Sequence[Chunk]) -> list[tuple[int, str, int, int]]:
-    """Merge chunks that follow one another: the shard, file, start and stop of each range."""
-    ranges = list[tuple[int, str, int, int]]()
+@dataclass(frozen=True)
+class Damage:
+    """A range of bytes of one shard and field that differ from their checksums.
+
+    Args:
+        field: Name of the field.
+        shard: Index of the shard.
+        path: The file, or its URL.
+        start: The first byte of the range in the file. Ranges are made of chunks of 8 MiB, each of
+            which has a checksum.
+        stop: One past the last byte.
+    """
+
+    field: str
+    shard: int
+    path: Path | str
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return (
+            f"field {self.field!r}, shard {self.shard} is damaged: bytes {self.start} to"
+            f" {self.stop} of {self.path}"
+        )
+
+
+def list_damages(field: str, files: Path | StoreUrl, chunks: Sequence[Chunk]) -> list[Damage]:
+    """Return the damaged ranges of a field in a directory of files. Adjacent chunks are merged."""
+    damages = list[Damage]()
     for chunk in chunks:
-        if ranges and (*ranges[-1][:2], ranges[-1][3]) == (chunk.shard, chunk.file, chunk.start):
-            ranges[-1] = (*ranges[-1][:3], chunk.stop)
-        else:
-            ranges.append(chunk[:4])
-    return ranges
+        path = files / chunk.file
+        start = chunk.start
+        last = damages[-1] if damages else None
+        if last is not None and (last.shard, last.path, last.stop) == (chunk.shard, path, start):
+            start = damages.pop().start
+        damages.append(Damage(field, chunk.shard, path, start, chunk.stop))
+    return damages
 
 
 def num_chunks(column: Column, chunk_bytes: int) -> int:

@@ -6,7 +6,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,40 +22,14 @@ from lightning_memmap.sampling.rows import Integers, Rows, StoreRows
 from lightning_memmap.schema.fields import Field, Values, field_name, stored_name
 from lightning_memmap.schema.kinds import Duration, Text
 from lightning_memmap.schema.schema import Schema
-from lightning_memmap.store.checksums import compute_checksums, merge_chunks
+from lightning_memmap.store.checksums import Damage, compute_checksums, list_damages
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.open_columns import ItemRows, MappedRows, OpenColumn
+from lightning_memmap.store.open_columns import ItemRows, OpenColumn
 from lightning_memmap.store.progress import ShowProgress
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
-
-
-@dataclass(frozen=True)
-class Damage:
-    """A range of bytes of one shard and field that differ from their checksums.
-
-    Args:
-        field: Name of the field.
-        shard: Index of the shard.
-        path: The file, or its URL.
-        start: The first byte of the range in the file. Ranges are made of chunks of 8 MiB, each of
-            which has a checksum.
-        stop: One past the last byte.
-    """
-
-    field: str
-    shard: int
-    path: Path | str
-    start: int
-    stop: int
-
-    def __str__(self) -> str:
-        return (
-            f"field {self.field!r}, shard {self.shard} is damaged: bytes {self.start} to"
-            f" {self.stop} of {self.path}"
-        )
 
 
 class PendingRows(ABC):
@@ -187,23 +160,6 @@ class Store:
     def classes(self) -> tuple[str, ...]:
         """The names of the dataset's classes, by label; empty if it names none."""
         return self.manifest.classes
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """One mapped tensor per field, shard after shard. Writing to it changes no file.
-
-        Raises:
-            StoreError: The rows of a field differ in length.
-        """
-        store = self.completed()
-        for field, column in zip(self.schema.fields, store.mapped_columns, strict=True):
-            if not isinstance(column, MappedRows):
-                raise StoreError(
-                    f"field {field.name!r}: its rows differ in length, so they are not one tensor."
-                    " Read them with store[row], with items_of(), or through a loader."
-                )
-        store.download()
-        return [column.tensor for column in store.mapped_columns if isinstance(column, MappedRows)]
 
     def rows(self, subset: Integers | None = None) -> Rows:
         """Return the rows that an order draws from: all rows, or a subset, int64 of shape (n,)."""
@@ -415,9 +371,9 @@ class Store:
         columns = self.manifest.columns
         sums = compute_checksums(self.files, columns, num_threads=num_threads, advance=advance)
         return [
-            Damage(field, shard, self.files / file, start, stop)
+            damage
             for chunks, (field, computed) in zip(self.manifest.chunks, sums.items(), strict=True)
-            for shard, file, start, stop in merge_chunks(chunks.differing(computed))
+            for damage in list_damages(field, self.files, chunks.differing(computed))
         ]
 
     def check_bytes(self, show: ShowProgress, *, num_threads: int = 2) -> None:

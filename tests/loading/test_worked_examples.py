@@ -38,7 +38,7 @@ def test_memory_of_a_device_holds_its_shards(tmp_path: Path) -> None:
     pool = pool_of(7, 3)
     order = SequentialSampler(pool)
     mapped = SlotMap.in_store(store, pool)
-    assert store.tensors[0].tolist() == [0, 3, 6, 1, 4, 2, 5]
+    assert store.mapped_columns[0].tensor.tolist() == [0, 3, 6, 1, 4, 2, 5]
     assert mapped.locate(order, 0, range(7)).tolist() == [0, 3, 5, 1, 4, 6, 2]
     memory = copy_rows(split_columns(store), mapped, [0, 2], CPU)
     (rows,) = memory.take(torch.arange(5))

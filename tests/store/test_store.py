@@ -409,8 +409,8 @@ def test_open_directory_with_hostile_files_runs_nothing(path: Path, tmp_path: Pa
 def test_open_tensor_written_in_process_leaves_the_file(path: Path) -> None:
     before = (files_of(path) / "x.memmap").read_bytes()
     store = open_store(path)
-    store.tensors[0].fill_(-1)
-    assert (store.tensors[0][0] == -1).all()
+    store.mapped_columns[0].tensor.fill_(-1)
+    assert (store.mapped_columns[0].tensor[0] == -1).all()
     assert (files_of(path) / "x.memmap").read_bytes() == before
     assert holds(open_store(path), DATASET)
 

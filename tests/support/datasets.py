@@ -536,7 +536,8 @@ def in_dataset_order(store: Store) -> dict[str, Tensor]:
     starts = torch.from_numpy(store.manifest.shards.starts)
     places = starts[rows % store.num_shards] + rows // store.num_shards
     names = [field.name for field in store.schema.fields]
-    return {name: take(mapped, places) for name, mapped in zip(names, store.tensors, strict=True)}
+    columns: list[Any] = store.mapped_columns
+    return {name: take(column.tensor, places) for name, column in zip(names, columns, strict=True)}
 
 
 def take(values: Tensor, rows: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from lightning_memmap.host_memory import available_bytes
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sizes import format_bytes, parse_bytes
 from lightning_memmap.store.building import describe_unfinished_build
-from lightning_memmap.store.checksums import merge_chunks
+from lightning_memmap.store.checksums import Damage, list_damages
 from lightning_memmap.store.files import check_plain, open_plain, read_plain
 from lightning_memmap.store.manifest import MAX_MANIFEST_BYTES, Manifest
 from lightning_memmap.store.open_columns import ItemRows
@@ -46,7 +46,7 @@ from lightning_memmap.store.remote.shards import (
     make_records,
     read_manifest,
 )
-from lightning_memmap.store.store import Damage, PendingRows, Store, open_directory
+from lightning_memmap.store.store import PendingRows, Store, open_directory
 from lightning_memmap.store.workers import start_threads
 
 #: Environment variable with the directory of the cache.
@@ -193,12 +193,11 @@ class RemoteStore(Store):
         with start_threads(num_threads) as pool:
             damaged = list(pool.map(verify, range(len(self._shards.num_bytes))))
         files = self._shards.files.url / self.manifest.generation
+        names = [field.name for field in self.schema.fields]
         return [
-            Damage(
-                self.schema.fields[number // self.num_shards].name, shard, files / file, start, stop
-            )
+            damage
             for number, chunks in enumerate(damaged)
-            for shard, file, start, stop in merge_chunks(chunks)
+            for damage in list_damages(names[number // self.num_shards], files, chunks)
         ]
 
     @override

@@ -154,9 +154,7 @@ class RemoteShards:
                 advance(len(data))
 
             for chunk in self._chunks(number):
-                # Try twice: the bytes may have been changed by the network.
-                if not any(self._is_intact(number, chunk, receive) for _ in range(2)):
-                    raise self._damaged(number)
+                self._read_intact(number, chunk, receive)
             field, shard = divmod(number, self.manifest.num_shards)
             for name, first, data in self.manifest.columns[field].edge_bytes(shard):
                 write_all(files.open(name), memoryview(data), first)
@@ -181,22 +179,27 @@ class RemoteShards:
         column = self.manifest.columns[field]
         assert isinstance(column, RaggedColumn)
 
-        def read(number: int) -> bytes:
-            chunks = [chunk for chunk in self._chunks(number) if chunk.file == column.index_name]
-            return b"".join(self._read_chunk(number, chunk) for chunk in chunks)
+        index = bytearray(column.file_bytes[column.index_name])
+
+        def receive(file: str, start: int, data: bytes) -> None:
+            index[start : start + len(data)] = data
+
+        def read(number: int) -> None:
+            for chunk in self._chunks(number):
+                if chunk.file == column.index_name:
+                    self._read_intact(number, chunk, receive)
 
         numbers = self.numbers([field], range(self.manifest.num_shards))
         with start_threads(_NUM_THREADS) as pool:
-            index = b"".join(pool.map(read, numbers.tolist()))
+            list(pool.map(read, numbers.tolist()))
         return np.frombuffer(index, np.int64)
 
-    def _read_chunk(self, number: int, chunk: Chunk) -> bytes:
-        data = list[bytes]()
-        for _ in range(2):
-            data.clear()
-            if self._is_intact(number, chunk, lambda file, start, read: data.append(read)):
-                return b"".join(data)
-        raise self._damaged(number)
+    def _read_intact(
+        self, number: int, chunk: Chunk, receive: Callable[[str, int, bytes], None]
+    ) -> None:
+        """Read a chunk. Try twice, because the bytes may have been changed by the network."""
+        if not any(self._is_intact(number, chunk, receive) for _ in range(2)):
+            raise self._damaged(number)
 
     def _chunks(self, number: int) -> list[Chunk]:
         field, shard = divmod(number, self.manifest.num_shards)
