@@ -362,7 +362,7 @@ def _copy_column(
     items = _copy_items(column.items, zip(starts, lengths, strict=True), num_items, device)
     no_rows = np.zeros((0, column.field.num_variable), np.int64)
     index = compute_index(np.concatenate([no_rows, *(chunk.sizes for chunk in located)]))
-    return Ragged(column.field, ItemRows(column.field, column.shards, items, index).among)
+    return Ragged(column.field, ItemRows(column.field, column.file_rows, items, index).among)
 
 
 def _copy_items(

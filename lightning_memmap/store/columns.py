@@ -151,8 +151,8 @@ class FixedColumn(_Column):
         shape = (self.shards.num_rows, *self.field.item_shape)
         dtype = self.field.dtype
         if not self.file_bytes:
-            return MappedRows(self.shards, torch.empty(shape, dtype=dtype, device="cpu"))
-        return MappedRows(self.shards, map_rows(directory / self.rows_name, dtype, shape))
+            return MappedRows(self.shards.file_rows, torch.empty(shape, dtype=dtype, device="cpu"))
+        return MappedRows(self.shards.file_rows, map_rows(directory / self.rows_name, dtype, shape))
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ class RaggedColumn(_Column):
             items = map_rows(directory / self.rows_name, self.field.dtype, shape)
         else:
             items = torch.empty(shape, dtype=self.field.dtype, device="cpu")
-        return ItemRows(self.field, self.shards, items, index.numpy())
+        return ItemRows(self.field, self.shards.file_rows, items, index.numpy())
 
 
 Column = FixedColumn | RaggedColumn

@@ -518,7 +518,7 @@ class _GrowingItems(RaggedRows):
         """Open the column of a store that is being built."""
         shape = column.shards.num_rows, 2 + column.field.num_variable
         entries = np.memmap(store.files / column.entries_name, np.int64, "r", shape=shape)
-        return cls(column.field, column.shards, column, store, entries)
+        return cls(column.field, column.shards.file_rows, column, store, entries)
 
     @override
     def among(self, file_rows: Integers) -> tuple[Tensor, Located]:

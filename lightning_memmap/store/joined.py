@@ -70,8 +70,8 @@ class JoinedStore(Store):
         self._rows = self.rows()
         #: The first memory row of each store, int64 of shape (stores,).
         self._memory_starts = self._align([part.num_rows for part in self.parts])
-        to_memory = Runs(self._rows.starts, self._memory_starts - self._rows.starts)
-        self._memory_rows = _MemoryRows(self._rows, to_memory)
+        #: Maps file rows to memory rows.
+        self._to_memory = Runs(self._rows.starts, self._memory_starts - self._rows.starts)
         #: The files of each field: see `Store.row_files`.
         self._files: dict[str, list[tuple[Path, int, int]]] = {}
         if any(part.pending is not None for part in self.parts):
@@ -139,11 +139,15 @@ class JoinedStore(Store):
 
     @override
     def in_memory(self, locations: Integers) -> Integers:
-        return self._memory_rows.to_memory.at(locations)
+        return self._to_memory.at(locations)
 
     @override
     def row_files(self, column: Column) -> list[tuple[Path, int, int]]:
         return self._files[column.field.name]
+
+    def _find_memory_rows(self, rows: Any) -> Integers:
+        """Return the memory rows of rows, int64 of the same shape, or one integer."""
+        return self._to_memory.at(self._rows.file_rows(np.asarray(rows)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return JoinedStore, (self.path, dict(zip(self._names, self.parts, strict=True)))
@@ -167,7 +171,7 @@ class JoinedStore(Store):
         ragged = [column for column in columns if isinstance(column, ItemRows)]
         if field.num_variable and self.pending is not None:
             pending = [column for column in columns if isinstance(column, RaggedRows)]
-            return _JoinedItems(field, self._memory_rows, pending, self._memory_starts)
+            return _JoinedItems(field, self._find_memory_rows, pending, self._memory_starts)
         sizes = [len(column.items) for column in ragged] or [part.num_rows for part in self.parts]
         item_starts = self._align(sizes)
         files = self._files[field.name] = [
@@ -177,7 +181,7 @@ class JoinedStore(Store):
         ]
         items = _map(field, files, int(item_starts[-1]) + sizes[-1])
         if not ragged:
-            return MappedRows(self._memory_rows, items)
+            return MappedRows(self._find_memory_rows, items)
         num_rows = int(self._memory_starts[-1]) + self.parts[-1].num_rows
         joined_index = np.zeros((num_rows, ragged[0].index.shape[1]), np.int64)
         starts = zip(ragged, self._memory_starts.tolist(), item_starts.tolist(), strict=True)
@@ -186,7 +190,7 @@ class JoinedStore(Store):
             joined_index[max(0, row - 1), 0] = item
             joined_index[row : row + len(column.index)] = column.index
             joined_index[row : row + len(column.index), 0] += item
-        return ItemRows(field, self._memory_rows, items, joined_index)
+        return ItemRows(field, self._find_memory_rows, items, joined_index)
 
     @override
     def each(self, rows: Integers) -> Iterator[tuple[Store, Integers, Integers]]:
@@ -221,24 +225,6 @@ class JoinedManifest(Manifest, frozen=True, kw_only=True):
     @override
     def content(self) -> str:
         return "; ".join(part.content for part in self.parts)
-
-
-@dataclass(frozen=True)
-class _MemoryRows:
-    """Maps rows of several stores to memory rows."""
-
-    rows: JoinedRows
-    #: Maps file rows to memory rows.
-    to_memory: Runs
-
-    @property
-    def num_rows(self) -> int:
-        """The number of rows of all stores."""
-        return self.rows.num_rows
-
-    def file_rows(self, rows: Any) -> Integers:
-        """Return the memory rows of rows, int64 of the same shape, or one integer."""
-        return self.to_memory.at(self.rows.file_rows(np.asarray(rows)))
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ The files may come from an untrusted source, so every index entry is checked bef
 import math
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -39,15 +40,8 @@ class Located(NamedTuple):
     """The sizes of each row in its variable dimensions, int64 of shape (B, these dimensions)."""
 
 
-class Locating(Protocol):
-    """Maps rows to file rows, for one store or for several."""
-
-    @property
-    def num_rows(self) -> int:
-        """The number of rows."""
-
-    def file_rows(self, rows: Any) -> Any:
-        """Return where rows are stored, int64 of the same shape, or one integer."""
+#: Maps rows in dataset order to file rows: int64 of the same shape, or one integer.
+FileRows: TypeAlias = Callable[[Any], Any]
 
 
 def map_rows(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -82,17 +76,17 @@ def map_rows(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 class MappedRows:
     """A field whose rows have one shape, in one mapped tensor."""
 
-    shards: Locating
+    file_rows: FileRows
     #: All rows in file order, of shape (num_rows, *field shape), on the CPU.
     tensor: Tensor
 
     def row(self, row: int) -> Tensor:
         """Copy one row, by its index in dataset order."""
-        return self.tensor[int(self.shards.file_rows(row))].clone()
+        return self.tensor[int(self.file_rows(row))].clone()
 
     def fetch(self, rows: Integers) -> Values:
         """Copy rows, by their indices in dataset order, int64 of shape (B,)."""
-        return Values(take_rows(self.tensor, self.shards.file_rows(rows)))
+        return Values(take_rows(self.tensor, self.file_rows(rows)))
 
 
 def compute_index(sizes: Integers) -> Integers:
@@ -107,7 +101,7 @@ class RaggedRows(ABC):
     """A field whose rows differ in length."""
 
     field: Field
-    shards: Locating
+    file_rows: FileRows
 
     @abstractmethod
     def among(self, file_rows: Integers) -> tuple[Tensor, Located]:
@@ -115,14 +109,14 @@ class RaggedRows(ABC):
 
     def row(self, row: int) -> Tensor:
         """Copy one row, by its index in dataset order."""
-        items, ((start,), sizes) = self.among(self.shards.file_rows(np.array([row])))
+        items, ((start,), sizes) = self.among(self.file_rows(np.array([row])))
         shape = sizes[0].tolist()
         stop = start + math.prod(shape)
         return items[start:stop].clone().view(*shape, *self.field.item_shape)
 
     def fetch(self, rows: Integers) -> Values:
         """Copy rows, by their indices in dataset order, int64 of shape (B,)."""
-        return self.read(self.shards.file_rows(rows))
+        return self.read(self.file_rows(rows))
 
     def read(self, file_rows: Integers) -> Values:
         """Copy rows, by their indices in the files."""
@@ -185,12 +179,12 @@ class ItemRows(RaggedRows):
     def among(self, file_rows: Integers) -> tuple[Tensor, Located]:
         return self.items, self.at(file_rows)
 
-    def lengths(self) -> Integers:
+    def lengths(self, num_rows: int) -> Integers:
         """Count the items of each row, int64 of shape (num_rows,), in dataset order."""
-        lengths = np.empty(self.shards.num_rows, np.int64)
+        lengths = np.empty(num_rows, np.int64)
         for start in range(0, len(lengths), LOCATED_ROWS):
             rows = np.arange(start, min(start + LOCATED_ROWS, len(lengths)), dtype=np.int64)
-            lengths[rows] = self.at(self.shards.file_rows(rows)).sizes.prod(axis=1)
+            lengths[rows] = self.at(self.file_rows(rows)).sizes.prod(axis=1)
         return lengths
 
 

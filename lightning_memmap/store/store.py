@@ -257,7 +257,7 @@ class Store:
         the longest for all of them."""
         column = self._items_of(field)
         data = column.items.numpy()
-        starts, sizes = column.at(column.shards.file_rows(rows))
+        starts, sizes = column.at(column.file_rows(rows))
         pairs = zip(starts.tolist(), sizes[:, 0].tolist(), strict=True)
         texts = (field.decode(data[start : start + size].tobytes()) for start, size in pairs)
         return np.fromiter(texts, object, len(rows))
@@ -279,7 +279,7 @@ class Store:
                 f" others may differ, pass variable=[{field!r}] and overwrite=True, and name all"
                 " fields that differ alike"
             )
-        return self._items_of(stored).lengths()
+        return self._items_of(stored).lengths(self.num_rows)
 
     def _index_of(self, field: str) -> int:
         names = [stored.name for stored in self.schema.fields]

@@ -73,7 +73,7 @@ class TestMemory:
         every: Rows = StoreRows(stored)
         ends = np.cumsum(lengths[every.numbers_at(np.arange(num_rows))])
         items = torch.empty(int(ends[-1]), dtype=torch.uint8)
-        rows = ItemRows(Field("x", torch.uint8, (None,)), stored, items, ends[:, None])
+        rows = ItemRows(Field("x", torch.uint8, (None,)), stored.file_rows, items, ends[:, None])
         if is_subset and num_rows > 1:
             every = StridedRows(0, 2).among(every)
         pool = Pool.of(every, num_shards)

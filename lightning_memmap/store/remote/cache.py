@@ -184,7 +184,7 @@ class RemoteStore(Store):
         if not isinstance(column, ItemRows):
             return super().lengths(field)
         ends = self._shards.read_index(index).reshape(column.index.shape)
-        return replace(column, index=ends).lengths()
+        return replace(column, index=ends).lengths(self.num_rows)
 
     @override
     def damage(self, num_threads: int, advance: Callable[[int], None]) -> list[Damage]:
