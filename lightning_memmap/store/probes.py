@@ -160,10 +160,10 @@ def _infer_column(
     facts = [column.find_facts() for column in tables]
     is_direct = len(tables) == len(columns) > 0 and all(column.is_direct for column in tables)
     if is_direct and len({part.type for part in facts}) == 1:
-        from lightning_memmap.store.sources.arrow_facts import merge_facts
+        from lightning_memmap.store.sources.arrow_facts import ArrowInference, merge_facts
 
         with suppress(SchemaError):  # Samples may show more, or raise an error with the row.
-            return merge_facts(facts).to_node(path, declared, are_python=tables[0].are_python)
+            return ArrowInference(declared, tables[0].are_python).infer(merge_facts(facts), path)
     for column, part in zip(tables, facts, strict=True):
         declared = part.to_declared(path, has_nan=column.has_nan).union(declared)
     inference = Inference(declared)

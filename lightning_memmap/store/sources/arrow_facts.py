@@ -1,6 +1,7 @@
 """Facts about Arrow columns that decide their fields: types, None, and lengths of lists."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -70,93 +71,6 @@ class ArrowFacts(NamedTuple):
         """Whether lists differ in length. True without lists, whose length is unknown."""
         return self.lengths is None or self.lengths[0] < self.lengths[1]
 
-    def to_node(
-        self,
-        path: Path,
-        declared: Declared,
-        *,
-        are_python: bool,
-        is_record: bool = False,
-        in_record: bool = False,
-    ) -> Node:
-        """Return the structure that `Inference` finds in samples of all rows.
-
-        Args:
-            path: The keys that lead to the column.
-            declared: The user's declaration of variable and nullable fields.
-            are_python: Whether samples have Python's numbers and lists instead of arrays.
-            is_record: Whether the values are the records of a list.
-            in_record: Whether the values are in records of a list.
-
-        Raises:
-            SchemaError: The rows cannot be stored, or only samples show how.
-        """
-        if self.has_nulls and not self.has_values:
-            return NONE
-        if self.is_struct:
-            names = [field.name for field in self.type]
-            children = [
-                child.to_node((*path, name), declared, are_python=are_python, in_record=in_record)
-                for name, child in zip(names, self.children, strict=True)
-            ]
-            node = Node("dict", tuple(names), tuple(children))
-        elif is_list(self.type):
-            node = self._list_node(path, declared, are_python=are_python, in_record=in_record)
-        else:
-            node = leaf_node(self._leaf_field(path, are_python=are_python))
-        is_nullable = not is_record and field_name(path) in declared.nullable
-        return optional_node(node, path) if self.has_nulls or is_nullable else node
-
-    def _list_node(
-        self, path: Path, declared: Declared, *, are_python: bool, in_record: bool
-    ) -> Node:
-        """Return the structure of lists: numbers in one field, records, or a container."""
-        items = merge_facts(self.children)
-        shortest, longest = self.lengths or (0, 0)
-        is_declared = field_name(path) in declared.variable
-        field = items._item_field(path, are_python=are_python)
-        is_one_field = self.may_vary or is_declared or in_record or shortest >= MIN_NUMBERS
-        if field is not None and (is_one_field or not are_python):
-            length = None if self.may_vary else shortest
-            return leaf_node(replace(field, shape=self.shape or (length, *field.shape)))
-        if in_record and self.may_vary:
-            raise SchemaError("lists of different lengths in the records of a list")
-        if (self.may_vary or is_declared or not longest) and not in_record:
-            record = items.to_node(
-                path, declared, are_python=are_python, is_record=True, in_record=True
-            )
-            if not record.fields:
-                raise SchemaError("the records of a list have no values")
-            return Node("records", (), (record,))
-        by_index = self.children if len(self.children) == longest else [items] * longest
-        children = [
-            facts.to_node((*path, index), declared, are_python=are_python, in_record=in_record)
-            for index, facts in enumerate(by_index)
-        ]
-        return Node("list", tuple(range(longest)), tuple(children))
-
-    def _item_field(self, path: Path, *, are_python: bool) -> Field | None:
-        """Return the field of an item of a list; None if a list isn't an array of numbers.
-
-        Unless samples are Python's lists, inner lists of fixed length are dimensions of the array.
-        """
-        if are_python and (self.has_nulls or is_list(self.type)):
-            return None
-        if pa.types.is_fixed_size_list(self.type):
-            field = self.children[0]._item_field(path, are_python=are_python)
-            size = self.type.list_size
-            return None if field is None else replace(field, shape=(size, *field.shape))
-        is_number = pa.types.is_primitive(self.type) and not pa.types.is_time(self.type)
-        return self._leaf_field(path, are_python=are_python) if is_number else None
-
-    def _leaf_field(self, path: Path, *, are_python: bool) -> Field:
-        if self.type not in TEXT_KINDS and not pa.types.is_primitive(self.type):
-            raise SchemaError(f"found {self.type}")
-        zero = zero_array(self.type)
-        return leaf_field(
-            field_name(path), zero[0].as_py() if are_python else ArrowRows(zero).samples()[0]
-        )
-
     def to_declared(self, path: Path, *, has_nan: bool) -> Declared:
         """Return which fields may be None or vary in length, for samples of other types.
 
@@ -181,6 +95,89 @@ class ArrowFacts(NamedTuple):
         if struct.is_struct:
             for field, child in zip(struct.type, struct.children, strict=True):
                 yield from child._walk((*path, field.name))
+
+
+@dataclass(frozen=True)
+class ArrowInference:
+    """Infers the structure that `Inference` finds in samples of all rows, from facts alone.
+
+    Args:
+        declared: The user's declaration of variable and nullable fields.
+        are_python: Whether samples have Python's numbers and lists instead of arrays.
+    """
+
+    declared: Declared
+    are_python: bool
+
+    def infer(
+        self, facts: ArrowFacts, path: Path, *, in_record: bool = False, is_record: bool = False
+    ) -> Node:
+        """Infer the structure of the values at one path; see `Inference.infer`.
+
+        Raises:
+            SchemaError: The rows cannot be stored, or only samples show how.
+        """
+        if facts.has_nulls and not facts.has_values:
+            return NONE
+        if facts.is_struct:
+            names = tuple(field.name for field in facts.type)
+            children = [
+                self.infer(child, (*path, name), in_record=in_record)
+                for name, child in zip(names, facts.children, strict=True)
+            ]
+            node = Node("dict", names, tuple(children))
+        elif is_list(facts.type):
+            node = self._infer_lists(facts, path, in_record)
+        else:
+            node = leaf_node(self._leaf_field(facts, path))
+        is_nullable = not is_record and field_name(path) in self.declared.nullable
+        return optional_node(node, path) if facts.has_nulls or is_nullable else node
+
+    def _infer_lists(self, facts: ArrowFacts, path: Path, in_record: bool) -> Node:
+        """Infer whether lists are numbers in one field, records, or containers."""
+        items = merge_facts(facts.children)
+        shortest, longest = facts.lengths or (0, 0)
+        differ = facts.may_vary
+        is_declared = field_name(path) in self.declared.variable
+        field = self._item_field(items, path)
+        is_one_field = differ or is_declared or in_record or shortest >= MIN_NUMBERS
+        if field is not None and (is_one_field or not self.are_python):
+            length = None if differ else shortest
+            return leaf_node(replace(field, shape=facts.shape or (length, *field.shape)))
+        if in_record and differ:
+            raise SchemaError("lists of different lengths in the records of a list")
+        if (differ or is_declared or not longest) and not in_record:
+            record = self.infer(items, path, in_record=True, is_record=True)
+            if not record.fields:
+                raise SchemaError("the records of a list have no values")
+            return Node("records", (), (record,))
+        by_index = facts.children if len(facts.children) == longest else [items] * longest
+        children = [
+            self.infer(item, (*path, index), in_record=in_record)
+            for index, item in enumerate(by_index)
+        ]
+        return Node("list", tuple(range(longest)), tuple(children))
+
+    def _item_field(self, facts: ArrowFacts, path: Path) -> Field | None:
+        """Return the field of an item of a list; None if a list isn't an array of numbers.
+
+        Unless samples are Python's lists, inner lists of fixed length are dimensions of the array.
+        """
+        if self.are_python and (facts.has_nulls or is_list(facts.type)):
+            return None
+        if pa.types.is_fixed_size_list(facts.type):
+            field = self._item_field(facts.children[0], path)
+            size = facts.type.list_size
+            return None if field is None else replace(field, shape=(size, *field.shape))
+        is_number = pa.types.is_primitive(facts.type) and not pa.types.is_time(facts.type)
+        return self._leaf_field(facts, path) if is_number else None
+
+    def _leaf_field(self, facts: ArrowFacts, path: Path) -> Field:
+        if facts.type not in TEXT_KINDS and not pa.types.is_primitive(facts.type):
+            raise SchemaError(f"found {facts.type}")
+        zero = zero_array(facts.type)
+        sample = zero[0].as_py() if self.are_python else ArrowRows(zero).samples()[0]
+        return leaf_field(field_name(path), sample)
 
 
 def find_facts(column: Any, rows: Integers | None = None) -> ArrowFacts:
