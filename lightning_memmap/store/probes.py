@@ -116,7 +116,7 @@ def find_columns(dataset: Any) -> Mapping[str, list[Any]] | None:
                 columns.setdefault(name, []).extend(same_name)
         return columns
     if is_hugging_face(dataset):
-        from lightning_memmap.store.sources.hugging_face import table_columns
+        from lightning_memmap.store.sources.arrow_columns import table_columns
 
         return table_columns(dataset)
     if type(dataset) is ColumnDataset:

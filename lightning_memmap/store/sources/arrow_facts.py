@@ -16,9 +16,9 @@ from lightning_memmap.schema.fields import Field, field_name
 from lightning_memmap.schema.forms import Declared
 from lightning_memmap.schema.infer import MIN_NUMBERS, leaf_field, optional_node
 from lightning_memmap.schema.structure import NONE, Node, Path, leaf_node
-from lightning_memmap.store.sources.arrow_rows import ArrowRows
-from lightning_memmap.store.sources.arrow_types import (
+from lightning_memmap.store.sources.arrow_rows import (
     TEXT_KINDS,
+    ArrowRows,
     decode,
     is_list,
     take_column_rows,

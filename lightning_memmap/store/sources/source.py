@@ -184,7 +184,7 @@ def _make_columns_source(dataset: Any, node: Node) -> Source | None:
 def _columns_of(dataset: Any, node: Node) -> Any:
     """Return the container of the columns of a dataset; None if its class is unknown."""
     if is_hugging_face(dataset):
-        from lightning_memmap.store.sources.hugging_face import hugging_face_columns
+        from lightning_memmap.store.sources.arrow_columns import hugging_face_columns
 
         return hugging_face_columns(dataset, node)
     if is_exactly(dataset, "TensorDict"):
