@@ -41,6 +41,7 @@ from lightning_memmap.sampling.rows import Integers, WindowedRows, starts_of
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.schema.fields import Field, select
 from lightning_memmap.store import Store
+from lightning_memmap.store.files import copy_segments
 from lightning_memmap.store.open_columns import (
     ItemRows,
     Located,
@@ -49,7 +50,6 @@ from lightning_memmap.store.open_columns import (
     RaggedRows,
     compute_index,
 )
-from lightning_memmap.store.segments import copy_segments
 from lightning_memmap.store.series import find_series_rows, read_series, view_steps, view_windows
 
 #: Up to this many rows, slots are looked up in a table, of 4 bytes per row for slots below 2**32.

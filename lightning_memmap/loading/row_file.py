@@ -25,8 +25,7 @@ from torch import Tensor
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling.rows import Integers, Runs, ranges
-from lightning_memmap.store.files import open_plain, replaced
-from lightning_memmap.store.segments import copy_segments
+from lightning_memmap.store.files import copy_segments, open_plain, replaced
 from lightning_memmap.store.store import Store
 
 #: Alignment of direct reads on most disks.

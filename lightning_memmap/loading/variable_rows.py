@@ -21,7 +21,7 @@ from lightning_memmap.host_memory import available_bytes
 from lightning_memmap.loading.device_streams import has_streams, send
 from lightning_memmap.sampling.rows import Integers, ranges, starts_of
 from lightning_memmap.schema.fields import SIGNED, Field, RowList, Values, select
-from lightning_memmap.store.segments import Bytes, copy_segments
+from lightning_memmap.store.files import Bytes, copy_segments
 
 #: Small steps are copied together, up to this number of bytes.
 _TOGETHER_BYTES = 2**24

@@ -30,6 +30,7 @@ from lightning_memmap.schema.fields import Field, Values
 from lightning_memmap.store.files import (
     TEMPORARY,
     OpenFiles,
+    copy_segments,
     leaf_bytes,
     read_exactly,
     write_all,
@@ -43,7 +44,6 @@ from lightning_memmap.store.open_columns import (
     compute_index,
     map_rows,
 )
-from lightning_memmap.store.segments import copy_segments
 
 _MAX_FILE_BYTES = 2**62
 _JOIN_BYTES = 32 * 2**20

@@ -19,8 +19,12 @@ from typing_extensions import override
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling.rows import Integers, starts_of
 from lightning_memmap.schema.fields import Field, Values, take_rows
-from lightning_memmap.store.files import leaf_bytes, make_unreadable_error, open_plain
-from lightning_memmap.store.segments import copy_segments
+from lightning_memmap.store.files import (
+    copy_segments,
+    leaf_bytes,
+    make_unreadable_error,
+    open_plain,
+)
 
 #: Largest size of a row in one dimension, so that products of sizes can be checked.
 _MAX_SIZE = 2**40

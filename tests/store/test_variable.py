@@ -16,8 +16,8 @@ from lightning_memmap.loading.variable_batch import LayoutCollate
 from lightning_memmap.schema import Pad
 from lightning_memmap.store import Store, build_store, open_store, verify_store, writing
 from lightning_memmap.store import columns as columns_module
+from lightning_memmap.store.files import copy_segments
 from lightning_memmap.store.samples import choose_probe_rows
-from lightning_memmap.store.segments import copy_segments
 from tests.support.datasets import Counting, Ragged, Replaced, Wrapped
 from tests.support.store.layout import names_in
 from tests.support.store.signing import sign_manifest
