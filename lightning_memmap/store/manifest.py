@@ -248,7 +248,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ValueError("its digest does not match its content")
             manifest = msgspec.json.decode(body, type=cls, dec_hook=read_dtype)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise ValueError(str(error) or "it is nested too deeply") from None
+            raise ValueError(
+                f"{error or 'it is nested too deeply'}{_name_value(data, error)}"
+            ) from None
         manifest._check()
         return manifest
 
@@ -289,6 +291,15 @@ class _Header(msgspec.Struct):
 def sign(body: bytes) -> bytes:
     """Insert the digest of a JSON object as its first value."""
     return b'{"digest":"%s",%s' % (xxhash.xxh3_64_hexdigest(body).encode(), body[1:])
+
+
+def _name_value(data: bytes, error: Exception) -> str:
+    """Return the value that an error is about, if the error names its key."""
+    match = re.search(r"`\$\.(\w+)", str(error))
+    if match is None:
+        return ""
+    value = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get(match[1])
+    return "" if value is None else f", in {match[1]}={_shorten(value)}"
 
 
 def _shorten(value: msgspec.Raw) -> str:
