@@ -536,7 +536,9 @@ def in_dataset_order(store: Store) -> dict[str, Tensor]:
     starts = torch.from_numpy(store.manifest.shards.starts)
     places = starts[rows % store.num_shards] + rows // store.num_shards
     names = [field.name for field in store.schema.fields]
-    columns: list[Any] = store.mapped_columns
+    complete = store.completed()
+    complete.download()
+    columns: list[Any] = complete.mapped_columns
     return {name: take(column.tensor, places) for name, column in zip(names, columns, strict=True)}
 
 
