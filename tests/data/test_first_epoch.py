@@ -275,43 +275,6 @@ def test_each_row_group_of_a_parquet_file_is_read_once(
     assert len(found) == 60
 
 
-class Together(Points):
-    """Gives its first row once another process has read one that no build compares."""
-
-    def __init__(self, num_rows: int, path: Path) -> None:
-        super().__init__(num_rows)
-        self.path = path
-
-    def __getitem__(self, row: int) -> Any:
-        deadline = monotonic() + 60
-        while row == 0 and not self.path.exists():
-            assert monotonic() < deadline, "no other process reads meanwhile"
-            sleep(0.002)
-        if row not in choose_probe_rows(len(self)):
-            self.path.touch()
-        return super().__getitem__(row)
-
-
-@pytest.mark.parametrize("weights", [None, torch.arange(ROWS) % 3 + 1.0])
-def test_rows_of_the_first_steps_are_read_before_it_is_known_how_they_are_stored(
-    tmp_path: Path, weights: Any
-) -> None:
-    dataset = Logged(Together(ROWS, tmp_path / "read"), tmp_path / "rows")
-    data = MemmapDataModule(
-        dataset,
-        store_dir=tmp_path / "stores",
-        num_workers=2,
-        build="while_training",
-        fingerprint="1",
-        sampler=None if weights is None else Weighted(weights),
-    )
-    set_up(data, "fit")
-    assert len(rows_in(data.train_dataloader())) == ROWS
-    data.teardown()
-    read = Counter(map(int, (tmp_path / "rows").read_text().split()))
-    assert {read[row] for row in read.keys() - {*choose_probe_rows(ROWS)}} == {1}
-
-
 class Many(Logged):
     """Gives many rows at once."""
 
