@@ -100,7 +100,7 @@ class Watch(L.Callback):
         (trained,) = mappings_of(path)
         assert_own_shards(trained.present(), trainer.global_rank)
         trainer.strategy.barrier()
-        store.tensors[0].sum()
+        store.mapped_columns[0].tensor.sum()
         trainer.strategy.barrier()
         (read_whole,) = mappings_of(path)
         assert_shared(read_whole.bytes_of)
