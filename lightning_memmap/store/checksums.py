@@ -190,7 +190,7 @@ def compute_checksums(
 
 def hash_in_memory(column: FixedColumn, data: memoryview, chunk_bytes: int) -> bytes:
     """Hash the chunks of a column whose file is in memory."""
-    edges = _compute_edges(column.bounds[column.rows_name], chunk_bytes)
+    _, edges = _cut(column.bounds[column.rows_name], chunk_bytes)
     chunks = (data[start:stop] for start, stop in pairwise(edges.tolist()))
     return b"".join(xxhash.xxh3_64_digest(chunk) for chunk in chunks)
 
