@@ -105,10 +105,6 @@ SETS = [
 TABLES = {
     "README.md": ([known.name for known in SETS], [ROWS, *list(MACHINES)[:3]]),
     "docs/placement.md": ([known.name for known in SETS], [ROWS, *MACHINES, BUILD]),
-    "docs/guides/imagenet.md": (
-        ["ImageNet, JPEG files", "ImageNet, 224x224"],
-        [ROWS, BUILD, *list(MACHINES)[1:3]],
-    ),
 }
 
 
@@ -159,8 +155,8 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as directory:
         plans = measure(SETS, Path(directory), args.clock)
-    clock = "processor time" if args.clock == "cpu" else "wall time"
-    note = f"Builds by {clock}, without worker processes: {machine()}."
+    clock = "CPU time" if args.clock == "cpu" else "Wall time"
+    note = f"{clock} of a build in one process: {machine()}."
     for page, (names, columns) in TABLES.items():
         lines = list(table({name: plans[name] for name in names}, columns))
         lines += ["", note] if BUILD in columns else []

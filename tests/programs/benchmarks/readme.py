@@ -64,7 +64,7 @@ def figures(report: Report) -> Iterator[str]:
     best = max(plain.values())
     yield (
         f"**{rates[FLAGSHIP] / best:.1f} times as fast as the best DataLoader, and"
-        f" {_reached(rates[FLAGSHIP] / ideal)}**, with {_equal(report)}. Measured on"
+        f" {_reached(rates[FLAGSHIP] / ideal)}** (`{FLAGSHIP}`), with {_equal(report)}. Measured on"
         f" {machine['cores']} cores of {machine['processor']}"
         f"{'' if machine['devices'] else ', without a GPU'}, with torch"
         f" {machine['packages'].get('torch')}, in {report.settings['steps']} steps of"
