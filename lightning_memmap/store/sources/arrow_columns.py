@@ -125,7 +125,7 @@ class RowGroups:
 
     def __init__(
         self,
-        files: list[tuple[str, int, int | None]],
+        files: Sequence[tuple[str, int, int | None]],
         types: dict[str, Any],
         groups: Sequence[RowGroup],
     ) -> None:
