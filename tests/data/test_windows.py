@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading.loader import SuperBatchLoader
@@ -128,7 +129,8 @@ def test_memory_holds_each_step_once(store: Store) -> None:
         (source,) = loader._rows.sources
         assert isinstance(source, Memory)
         assert source.columns is not None
-        (steps,) = (each for each in source.columns.tensors if each.shape[1:] == (LENGTH,))
+        columns = [column for column, _ in source.columns._columns]
+        (steps,) = (c for c in columns if isinstance(c, Tensor) and c.shape[1:] == (LENGTH,))
         held += steps.untyped_storage().nbytes() // 4
     # Shards c with c % 4 == rank are pieces of the line: where one ends inside a series, the next
     # one begins with as many steps as windows overlap.
