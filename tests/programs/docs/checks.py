@@ -1,13 +1,17 @@
 """What the programs of the pages must do: checks of functions that they define."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import lightning as L
 import torch
 from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.loading import Padded
+from lightning_memmap.loading import Packing, Padded
+from lightning_memmap.strategies import FSDP2Strategy
 from lightning_memmap.transforms import RowRandom
 
 
@@ -61,6 +65,44 @@ def check_collate(transform: Any) -> None:
     steps, labels = epoch_of(data)[0]
     assert len(labels) == 8
     assert steps.batch_sizes[0] == 8
+
+
+def make_llama() -> tuple[str, str]:
+    """Save a small pretrained model; return its folder, and attention that a CPU can train."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    LlamaForCausalLM(config).save_pretrained("folder")
+    return "folder", "sdpa"
+
+
+def check_adapters(module: type[L.LightningModule], data: MemmapDataModule) -> None:
+    """Check that a module trains on packs, and that its checkpoints have adapters alone."""
+    trainer = L.Trainer(
+        strategy=FSDP2Strategy(exclude_frozen_parameters=True),
+        devices=1,
+        precision="bf16-mixed",
+        max_steps=2,
+    )
+    # FlexAttention isn't trained on a CPU.
+    with patch.object(Packing, "block_mask", Packing.attention_mask):
+        trainer.fit(module(), data)
+    trainer.save_checkpoint("last.ckpt")
+    state = torch.load("last.ckpt", weights_only=True)["state_dict"]
+    # A and B of four layers in each of two blocks.
+    assert len(state) == 16
+    assert {value.dtype for name, value in state.items() if "lora_" in name} == {torch.float32}
+    assert all(value.any() for value in state.values())
+    model: Any = module.load_from_checkpoint("last.ckpt", strict=False).model
+    model.save_pretrained("adapter")
+    assert Path("adapter", "adapter_config.json").exists()
 
 
 def check_to_sample(to_sample: Callable[..., dict[str, Any]]) -> None:

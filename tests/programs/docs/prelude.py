@@ -13,12 +13,14 @@ from torch.utils.data import DataLoader
 
 from lightning_memmap import MemmapDataModule
 from tests.programs.docs.checks import (
+    check_adapters,
     check_collate,
     check_little_padding,
     check_mask_tokens,
     check_rows_differ,
     check_to_sample,
     epoch_of,
+    make_llama,
     num_rows,
 )
 from tests.support.models import Points, Regression
@@ -30,6 +32,7 @@ __all__ = [
     "MyData",
     "Points",
     "augment",
+    "check_adapters",
     "check_collate",
     "check_little_padding",
     "check_mask_tokens",
@@ -39,6 +42,7 @@ __all__ = [
     "data",
     "epoch_of",
     "make_graphs",
+    "make_llama",
     "make_photos",
     "model",
     "my_data",
