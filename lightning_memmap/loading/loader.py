@@ -426,6 +426,7 @@ class SuperBatchLoader:
             random = RowRandom.at(self.order, steps.epoch, steps.positions, self.seed)
         start = 0
         seeds = None
+        rank, num_processes = self._topology.rank, self._topology.size
         # The rows of a step are freed with its super-batch.
         leaves_of_steps = fetched.by_step()
         pairs = zip(steps.lengths, steps.weights, strict=True)
@@ -433,7 +434,7 @@ class SuperBatchLoader:
             stop = start + num_rows
             if collator.has_transform:
                 rows_random = random and random.restarted(rows=slice(start, stop))
-                seeds = StepSeeds(self._topology, self.seed, steps.epoch, step, rows_random)
+                seeds = StepSeeds(self.seed, steps.epoch, step, rank, num_processes, rows_random)
             batches = collator.collate(leaves_of_steps.pop(), devices, first, seeds)
             super_batch = SuperBatch(devices, num_rows, weight, first, collator, batches, seeds)
             del batches

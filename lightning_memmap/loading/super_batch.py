@@ -137,15 +137,16 @@ def _check_leaf(name: str, leaf: Any, num_rows: int, index: int, num_devices: in
 class StepSeeds(NamedTuple):
     """The random numbers for the transforms of one step."""
 
-    topology: DataTopology
     seed: int  # The seed of the loader.
     epoch: int
     step: int
+    rank: int  # The process that serves the step, of ``num_processes``.
+    num_processes: int
     random: RowRandom | None  # The random numbers for each row, if the transform takes them.
 
     def seed_of(self, index: int) -> int:
         """Return the seed of the transform on one data device."""
-        consumer = self.topology.rank + self.topology.size * index
+        consumer = self.rank + self.num_processes * index
         return derive_seed(self.seed, self.epoch, self.step, consumer)
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.callbacks import StepSeeder
 from tests.contract.strategies.test_weighted_items import whole_parameters
-from tests.support.models import Points, make_trainer
+from tests.support.models import IS_SIMULATED, Points, make_trainer
 from tests.support.processes import launch
 from tests.support.training import make_strategy
 
@@ -186,6 +186,7 @@ class Compiled(L.LightningModule):
             marks=[
                 pytest.mark.gpu,
                 pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+                pytest.mark.skipif(IS_SIMULATED, reason="nothing is compiled for simulated GPUs"),
             ],
         ),
     ],

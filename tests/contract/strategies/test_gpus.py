@@ -220,7 +220,7 @@ def test_strategies_on_gpus_are_found_to_agree(tmp_path: Path) -> None:
     checks = {name: result_of(path / f"{name}-check") for name in comparing.STRATEGIES}
     for name, parity in check_runs_parity(path, checks).items():
         assert (name, parity.problems) == (name, [])
-        assert parity.rows == [STEPS, STEPS]
+        assert parity.steps_with_equal_rows == [STEPS, STEPS]
 
 
 def test_tensor_parallel_of_lightning_trains_as_one_process(

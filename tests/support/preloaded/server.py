@@ -163,9 +163,10 @@ def _receive(client: socket.socket, num_bytes: int) -> bytes:
 def run(request: dict[str, Any], command: str) -> None:
     """Run a program as ``python`` with these arguments does."""
     os.chdir(request["directory"])
-    if (launchers := sys.modules.get("lightning_memmap._compat.launchers")) is not None:
-        # The package was imported elsewhere.
-        launchers._BEGAN_IN = request["directory"]  # type: ignore[attr-defined]
+    for name in ("_compat.launchers", "strategies.members.processes"):
+        if (module := sys.modules.get(f"lightning_memmap.{name}")) is not None:
+            # The package was imported elsewhere.
+            module.BEGAN_IN = request["directory"]  # type: ignore[attr-defined]
     os.environ.clear()
     os.environ.update(request["environment"])
     if END_WHOLLY in os.environ:
