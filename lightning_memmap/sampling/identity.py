@@ -18,6 +18,8 @@ _REMEDIES = {
     "stores": "the training sets of the checkpoint",
     "subset": "the subset of the checkpoint",
     "windows": "the windows of the checkpoint",
+    "num_packs": "the shuffle_block, num_shards and rows of the checkpoint",
+    "packs_per_block": "the shuffle_block, num_shards and rows of the checkpoint",
     "version": "the release of the package that saved the checkpoint",
     "epoch": "the results of epoch {was}",
     "digest": "the rows, shares, weights and lengths of the checkpoint",
@@ -78,7 +80,7 @@ def difference_of(
         path[-1] in ("length", "digest") and path[-2:-1] != ("windows",) for path, *_ in differences
     ]
     path, saved_value, value = differences[digests.index(min(digests))]
-    name = ".".join(name for name in path if name != "shards")
+    name = ".".join(name for name in path if name not in ("shards", "options"))
     name = re.sub(r"\.epoch (\d+)", r"[\1]", name)
     was = _text(saved_value)
     remedy = _REMEDIES.get(path[-1], "{name}={was}")

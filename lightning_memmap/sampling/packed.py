@@ -560,6 +560,15 @@ class PackedSampler(Sampler):
         return self.num_packs
 
     @cached_property
+    def identity(self) -> dict[str, Any]:
+        """The values that determine the order; see `Sampler.identity`."""
+        identity = {**super().identity}
+        if "shuffle_block" in identity:
+            # Computed from the options and the rows: the last to explain a difference.
+            identity["packs_per_block"] = identity.pop("shuffle_block")
+        return identity
+
+    @cached_property
     def group_packs(self) -> Integers:
         """Packs of each shard and block, int64 of shape (C, blocks); without blocks, (C, 1)."""
         size = self.shuffle_block or int(self.counts.max())

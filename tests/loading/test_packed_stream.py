@@ -132,6 +132,26 @@ def test_mixture_is_streamed(tmp_path: Path) -> None:
         assert all(map(equal, mapped, streamed))
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"sampler": Packed("tokens", 2 * LENGTH)}, rf"length.*={LENGTH}"),
+        ({"sampler": Packed("tokens", LENGTH, max_documents=9)}, "max_documents"),
+        ({"shuffle_block": 60}, "shuffle_block"),
+    ],
+)
+def test_resume_with_other_packs_names_the_option(tmp_path: Path, options: Any, name: str) -> None:
+    loader: Any = set_up(make(tmp_path, "mmap"), "fit").train_dataloader()
+    steps = iter(loader)
+    next(steps)
+    state = loader.state_dict()
+    other: Any = set_up(make(tmp_path, "mmap", **options), "fit").train_dataloader()
+    other.load_state_dict(state)
+    with pytest.raises(ValueError, match=name) as raised:
+        next(iter(other))
+    assert "resume with" in str(raised.value)
+
+
 def test_evaluation_and_prediction_are_streamed(tmp_path: Path) -> None:
     data = make(tmp_path, "stream", with_row_numbers=True, batch_size=3)
     data.options = data.with_options(
