@@ -189,10 +189,11 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             row, or whose values are the items if rows differ in length; the number in each step is
             then known without communication. Or pass a function of the training batch, as the
             loader returns it, that returns the number of each row as a tensor of shape (B,) on the
-            batch's device; processes then add up one number in each step. By default, items are
-            rows, and with `lightning_memmap.sampling.Packed` all tokens but the first of each
-            document. A strategy of this package is required if there are several processes or
-            micro-batches; under a Fabric, multiply losses by `loss_scale`.
+            batch's device, at least 0 and finite (not checked on a GPU); processes then add up one
+            number in each step. By default, items are rows, and with
+            `lightning_memmap.sampling.Packed` all tokens but the first of each document. A strategy
+            of this package is required if there are several processes or micro-batches; under a
+            Fabric, multiply losses by `loss_scale`.
         datamodule: Another data module, whose loaders state the datasets, batch sizes, samplers and
             ``drop_last``: see `from_datamodule`.
 

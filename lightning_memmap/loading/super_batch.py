@@ -307,5 +307,12 @@ def _items_by_row(count: CountInBatch, batch: Any, num_rows: int) -> Tensor:
             f" batch of {num_rows} rows: return a tensor with the number of items of each row, such"
             " as (batch['labels'] != -100).sum(1)"
         )
+    # On a GPU, every step would wait for the check.
+    if items.is_cpu and not bool((is_valid := (items >= 0) & items.isfinite()).all()):
+        row = int(is_valid.long().argmin())
+        raise ValueError(
+            f"weight: its function returned {items[row].item()} for row {row} of a batch: return"
+            " the number of items of each row, at least 0 and finite"
+        )
     # Sums of narrower numbers are inexact. Apple's GPUs have no float64.
     return items.float() if items.device.type == "mps" else items.double()

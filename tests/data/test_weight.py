@@ -108,6 +108,9 @@ def test_neither_a_field_nor_a_function_raises(tmp_path: Path) -> None:
         lambda batch: 3,
         lambda batch: batch["count"].sum(),
         lambda batch: batch["count"][1:],
+        lambda batch: -batch["count"],
+        lambda batch: batch["count"] * float("nan"),
+        lambda batch: batch["count"] / 0,
     ],
 )
 def test_function_that_returns_no_number_for_each_row_raises(tmp_path: Path, function: Any) -> None:
