@@ -74,9 +74,9 @@ class Packed(ReprAsCall, SamplerFactory):
     """Packs several rows into each sequence, for ``MemmapDataModule(sampler=...)``.
 
     A position of the epoch is a pack, and ``batch_size`` counts packs. Each epoch has other packs,
-    and holds each row exactly once. The packs of an epoch are a function of the seed, the epoch and
-    the lengths, whatever the number of devices. A batch has the packed fields, of shape
-    (B, length), and a `lightning_memmap.loading.Packing` under the key ``packing``.
+    and holds each row exactly once. The packs of an epoch are a function of the seed, the epoch, the
+    lengths, ``num_shards`` and ``shuffle_block``, whatever the number of devices. A batch has the
+    packed fields, of shape (B, length), and a `lightning_memmap.loading.Packing` under the key ``packing``.
 
     Fields whose rows have the same lengths as the named field are packed in the same way. Samples
     must be dicts.
@@ -98,7 +98,7 @@ class Packed(ReprAsCall, SamplerFactory):
             ``length``, as for pre-training. Only the last pack of a shard needs padding.
         shares: The share of each training set by its name in ``train_dataset``, as for `Mixture`.
             An epoch then has as many tokens as all sets together, and the rows of a set are read
-            again and again, in each shard equally often within 1. If a set has only a few rows in
+            again and again, in each shard about equally often. If a set has only a few rows in
             each shard, some come up to twice as often as others: choose a smaller ``num_shards``.
         shares_of: Whether these are shares of ``"tokens"`` or of ``"documents"``.
 
