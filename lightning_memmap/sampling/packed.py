@@ -74,9 +74,10 @@ class Packed(ReprAsCall, SamplerFactory):
     """Packs several rows into each sequence, for ``MemmapDataModule(sampler=...)``.
 
     A position of the epoch is a pack, and ``batch_size`` counts packs. Each epoch has other packs,
-    and holds each row exactly once. The packs of an epoch are a function of the seed, the epoch, the
-    lengths, ``num_shards`` and ``shuffle_block``, whatever the number of devices. A batch has the
-    packed fields, of shape (B, length), and a `lightning_memmap.loading.Packing` under the key ``packing``.
+    and holds each row exactly once. The packs of an epoch are a function of the seed, the epoch,
+    the lengths, ``num_shards`` and ``shuffle_block``, whatever the number of devices. A batch has
+    the packed fields, of shape (B, length), and a `lightning_memmap.loading.Packing` under the key
+    ``packing``.
 
     Fields whose rows have the same lengths as the named field are packed in the same way. Samples
     must be dicts.
