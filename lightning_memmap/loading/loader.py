@@ -198,7 +198,7 @@ class SuperBatchLoader:
 
     @property
     def contents(self) -> Mapping[str, str]:
-        """What identifies the content of the dataset; see `Fields`."""
+        """The identity of the content of the dataset; see `Fields`."""
         return self._rows.contents
 
     @property
@@ -426,7 +426,8 @@ class SuperBatchLoader:
             random = RowRandom.at(self.order, steps.epoch, steps.positions, self.seed)
         start = 0
         seeds = None
-        rank, num_processes = self._topology.rank, self._topology.size
+        rank = self._topology.rank
+        num_processes = self._topology.size
         # The rows of a step are freed with its super-batch.
         leaves_of_steps = fetched.by_step()
         pairs = zip(steps.lengths, steps.weights, strict=True)

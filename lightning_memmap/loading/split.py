@@ -50,7 +50,7 @@ class SplitRows:
         images: The fields that are decoded.
         are_numbered: Whether batches contain the dataset rows.
         pending: Rows that are still being built or downloaded, which a loader waits for.
-        contents: What identifies the content of the dataset; see `Fields`.
+        contents: The identity of the content of the dataset; see `Fields`.
     """
 
     pool: Pool

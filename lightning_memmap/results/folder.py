@@ -132,7 +132,7 @@ class ResultFolder:
         Raises:
             StoreError: It belongs to another run, and ``overwrite`` is not set.
         """
-        for partial in self.path.glob(f".{_RUN}.*"):  # Of a process that was killed.
+        for partial in self.path.glob(f".{_RUN}.*"):  # A killed process left it.
             partial.unlink(missing_ok=True)
         old = self.run()
         if self.path.exists() and not self.path.is_dir():

@@ -1,4 +1,4 @@
-"""What a callback that writes results tells those who read them in the same run."""
+"""The state of a callback that writes results, for objects that read them in the same run."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

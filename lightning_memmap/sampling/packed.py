@@ -443,7 +443,7 @@ def _plan_from_line(
         seed: Seed of the order.
         options: The options of the packing.
         divide_by: Returns a pool and its documents for the packs of each shard and block.
-        num_tokens: What the documents of an epoch take of its packs, in tokens.
+        num_tokens: Tokens of the packs that the documents of an epoch fill.
         num_rows: Rows of an epoch.
         block: Rows of a shard in a block; None for a single block.
     """
@@ -496,7 +496,7 @@ def _plan_from_line(
 
 
 class Needs(NamedTuple):
-    """What the groups of documents need in epoch 0."""
+    """The packs that groups of documents need in epoch 0."""
 
     packs: Integers
     """The fewest packs of each group, int64 of shape (groups,)."""

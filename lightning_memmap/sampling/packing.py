@@ -128,7 +128,7 @@ class BlockDrawing:
         self._readings = readings
         stops = np.cumsum(weights)
         self._middles = stops - weights / 2
-        #: Where the line of each shard and set starts, and one past the last one's end.
+        #: The start of the line of each shard and set, and the end of the last one.
         self._bounds = np.append(0, stops)[np.append(self._starts, len(weights))]
         #: The fraction of an epoch before each block, and 1.
         before = np.cumsum(np.pad(packs, ((0, 0), (1, 0))), axis=1)

@@ -187,7 +187,7 @@ class Sampler(ABC):
 
         Args:
             shard: The shard.
-            values: What each row of the shard has, such as items: int64 of shape (rows,).
+            values: A number of each row of the shard, such as its items: int64 of shape (rows,).
 
         Returns:
             The sum. None if a block has one row per position, which may be any rows.

@@ -288,7 +288,7 @@ def raise_for_room(error: object, store: Path, then: str) -> None:
     Args:
         error: The error, if any.
         store: The store that was being written.
-        then: What became of it.
+        then: The state of the store now.
     """
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     is_ours = isinstance(error, OSError) and error.filename == str(store)

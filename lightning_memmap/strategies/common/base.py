@@ -48,7 +48,7 @@ class MemmapStrategy(Strategy):
     """
 
     strategy_name: str
-    #: What this strategy continues with, of `_splitter_of`.
+    #: A value of `_splitter_of`: modules that were split so can be trained further.
     continues_split: ClassVar[str | None] = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -120,7 +120,7 @@ class StagePipeline:
         row_ranges = even_ranges(num_rows, self.num_microbatches)
         losses: list[Tensor] = []
         logged = take_logged_rows(self.module)
-        #: What the loss of each micro-batch has logged for its rows, by its number.
+        #: Values that the loss of each micro-batch has logged for its rows, by its number.
         logged_parts: dict[int, dict[str, Tensor]] = {}
         if self._has_last:
             parts = split_rows(batch, row_ranges, [self.device] * len(row_ranges))
