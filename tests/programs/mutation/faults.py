@@ -526,7 +526,7 @@ _LOADING = [
     Fault(
         "loading/super_batch.py",
         "the transforms of all processes draw the same numbers",
-        "consumer = self.topology.rank + self.topology.size * index",
+        "consumer = self.rank + self.num_processes * index",
         "consumer = index",
         (
             "tests/loading/test_transform.py::TestRandomness::test_random_transform_of_a_consumer_is_the_same_however_consumers_are_grouped",
