@@ -2,6 +2,7 @@
 
 from importlib import import_module
 from importlib.metadata import version
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -46,9 +47,9 @@ def delete(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     owner: Any = import_module(module)
     for each in owners:
         owner = getattr(owner, each)
-    owners_of_it = [base for base in getattr(owner, "__mro__", ()) if last in vars(base)]
-    try:
-        monkeypatch.delattr((owners_of_it or [owner])[0], last)
-    except (AttributeError, TypeError):
-        # An object of C++: without its own attribute's owner it cannot be found either.
+    if not isinstance(owner, type | ModuleType):
+        # An attribute of an object of C++ can't be removed; the object can.
         monkeypatch.delattr(import_module(module).Variable, owners[-1])
+        return
+    owners_of_it = [base for base in getattr(owner, "__mro__", ()) if last in vars(base)]
+    monkeypatch.delattr((owners_of_it or [owner])[0], last)

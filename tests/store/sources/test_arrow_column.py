@@ -429,6 +429,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("kind", VIEWS)
 def test_parquet_columns_of_views_are_stored_as_their_values(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("pyarrow", "21", reason="pyarrow writes views to Parquet from 21 on")
     values, name = VIEWS[kind]
     table = arrow.table({"x": arrow.array(values, getattr(arrow, name)())})
     import_module("pyarrow.parquet").write_table(table, tmp_path / "a.parquet", row_group_size=2)
