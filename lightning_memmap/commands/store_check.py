@@ -10,6 +10,7 @@ from lightning_memmap.arguments import print_error
 from lightning_memmap.commands.store_find import find_unfinished, open_readable_stores
 from lightning_memmap.commands.store_options import print_line
 from lightning_memmap.errors import MemmapError, StoreNotFoundError
+from lightning_memmap.integers import ceil_div
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store, verify_store
 from lightning_memmap.store.directory import list_unknown_files
@@ -70,7 +71,7 @@ def print_info(store: Store, console: Console) -> None:
             field.kind,
             f"{row_bytes} on average" if field.num_variable else row_bytes,
             format_bytes(column.num_bytes),
-            format_bytes(row_bytes * -(-store.num_rows // store.num_shards)),
+            format_bytes(row_bytes * ceil_div(store.num_rows, store.num_shards)),
         )
         rows.append(row)
     console.print(make_table(labels, rows, labels[1:4]))

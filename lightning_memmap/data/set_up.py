@@ -18,6 +18,7 @@ from rich.console import Console
 from lightning_memmap.data.options import DataOptions
 from lightning_memmap.data.split_stores import SplitStores
 from lightning_memmap.errors import MemmapError
+from lightning_memmap.integers import Integers
 from lightning_memmap.loading.split import SplitRows, largest_block_bytes, load_split
 from lightning_memmap.placement.plan import (
     Placement,
@@ -32,7 +33,7 @@ from lightning_memmap.sampling.curriculum import Curriculum
 from lightning_memmap.sampling.factory import make_sampler
 from lightning_memmap.sampling.packed import Packed
 from lightning_memmap.sampling.pool import Pool
-from lightning_memmap.sampling.rows import Integers, WindowedRows, divisors
+from lightning_memmap.sampling.rows import WindowedRows, divisors
 from lightning_memmap.sampling.sampler import Sampler, SequentialSampler, ShuffledSampler
 from lightning_memmap.sampling.schedule import Blocks, default_block, steps_to_skip
 from lightning_memmap.schema.forms import use_center_crops

@@ -20,7 +20,8 @@ from lightning_memmap.errors import (
     split_in_errors,
     with_article,
 )
-from lightning_memmap.sampling.rows import Integers, Rows
+from lightning_memmap.integers import Integers
+from lightning_memmap.sampling.rows import Rows
 from lightning_memmap.sampling.selection import Selection
 from lightning_memmap.store import Store, open_store
 from lightning_memmap.store.build import build

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_memmap.integers import Integers, bounds_of, group_of
 from lightning_memmap.loading.buffers import memory_for
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.row_source import Fetched, Leaf, Steps, Take, in_order
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.placement.topology import DataTopology
-from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sampling.sampler import Sampler
 
 #: One request to a source, for a group of steps: slots sorted by receiver, their row indices within
@@ -109,7 +109,7 @@ class Fetcher:
             pending.request(dataset_rows[dataset_rows >= 0])
             # One step at a time: it must not wait for the rows of later ones.
             group_steps = 1
-        bounds = np.append(0, np.cumsum(steps.lengths))
+        bounds = bounds_of(steps.lengths)
         bounds = np.append(bounds[:-1:group_steps], bounds[-1])
         count = len(self._receivers)
         first = steps.positions.start // steps.positions.step % count
@@ -164,7 +164,7 @@ class Fetcher:
         # Rows of each group, of shape (groups, 1), and below (groups, receivers).
         sizes = np.diff(rows.searchsorted(bounds))[:, None]
         if len(receivers) > 1:
-            keys = np.repeat(np.arange(len(sizes)) * count, sizes[:, 0]) + (first + rows) % count
+            keys = group_of(sizes[:, 0]) * count + (first + rows) % count
             order = np.argsort(keys.astype(np.min_scalar_type(len(bounds) * count)), kind="stable")
             rows = rows[order]
             slots = slots[order]
@@ -173,7 +173,7 @@ class Fetcher:
         all_slots = torch.from_numpy(slots)
         if not self._are_variable:
             all_slots = send(all_slots, row_source.device)
-        stops = np.append(0, np.cumsum(sizes.sum(axis=1))).tolist()
+        stops = bounds_of(sizes.sum(axis=1)).tolist()
         # A generator, so that the first step doesn't wait until all are divided.
         for (begin, stop), group_sizes in zip(pairwise(stops), sizes.tolist(), strict=True):
             yield all_slots[begin:stop], rows[begin:stop], group_sizes

@@ -16,6 +16,7 @@ import torch
 from lightning_memmap._compat.loops import BatchIndices
 from lightning_memmap._compat.progress import FitPosition, TrainerProgress
 from lightning_memmap.errors import check_integer
+from lightning_memmap.integers import bounds_of, ceil_div, num_strided, strided
 from lightning_memmap.loading.device_streams import has_streams
 from lightning_memmap.loading.fetch import Fetcher
 from lightning_memmap.loading.prefetch import prefetched
@@ -194,7 +195,7 @@ class SuperBatchLoader:
         num_devices = self._topology.num_data_devices
         if self.drop_last:
             return range(num_rows // (2 * num_devices) + 1)
-        return range(-(-num_rows // num_devices))
+        return range(ceil_div(num_rows, num_devices))
 
     @property
     def contents(self) -> Mapping[str, str]:
@@ -356,8 +357,7 @@ class SuperBatchLoader:
 
     def positions(self, start: int, stop: int) -> range:
         """Return the positions in ``[start, stop)`` that this process serves."""
-        size = self._topology.size
-        return range(start + (self._topology.rank - start) % size, stop, size)
+        return strided(start, stop, self._topology.rank, self._topology.size)
 
     @property
     def largest_step(self) -> int:
@@ -457,8 +457,8 @@ class SuperBatchLoader:
                 first = stretch.position(step)
                 stops = np.cumsum(sizes)
                 # The positions that this process serves before each step.
-                bounds = first + np.append(0, stops)
-                served = -(-(bounds - self._topology.rank) // self._topology.size)
+                bounds = first + bounds_of(sizes)
+                served = num_strided(bounds, self._topology.rank, self._topology.size)
                 positions = self.positions(first, first + sum(sizes))
                 lengths = np.diff(served).tolist()
                 if self._count_items is None:

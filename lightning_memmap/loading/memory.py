@@ -32,12 +32,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_memmap.integers import Integers, starts_of
 from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.device_streams import send, upload
 from lightning_memmap.loading.row_source import Cut, Leaf, RowSource, Take, released_error
 from lightning_memmap.loading.variable_rows import Allocate, VariableRows, largest
 from lightning_memmap.sampling.pool import Pool, window_spans
-from lightning_memmap.sampling.rows import Integers, WindowedRows, starts_of
+from lightning_memmap.sampling.rows import WindowedRows
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.schema.fields import Field, select
 from lightning_memmap.store import Store

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_memmap._compat.tensors import jagged_tensor
 from lightning_memmap.errors import with_article
+from lightning_memmap.integers import starts_of
 from lightning_memmap.loading.device_streams import send
-from lightning_memmap.sampling.rows import starts_of
 from lightning_memmap.schema.fields import RowList, select
 from lightning_memmap.tensordict_types import is_tensorclass, tensordict_types
 

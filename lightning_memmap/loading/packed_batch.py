@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_memmap.integers import Integers
 from lightning_memmap.loading.buffers import Buffers, byte_pool
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.packed_rows import PackedRows
@@ -18,7 +19,6 @@ from lightning_memmap.loading.row_source import Cut, Leaf, RowSource, Take
 from lightning_memmap.loading.variable_batch import ROW_NUMBER, check_layout
 from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.sampling.packed import PackedSampler, Pieces
-from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.schema.forms import Layout, Pad
 from lightning_memmap.schema.schema import Schema

@@ -8,9 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_memmap.integers import (
+    Integers,
+    bounds_of,
+    group_of,
+    group_sums,
+    index_in_group,
+    ranges,
+    starts_of,
+)
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.variable_rows import Allocate, VariableRows, largest
-from lightning_memmap.sampling.rows import Integers, ranges, starts_of
 from lightning_memmap.schema.fields import RowList, select
 
 
@@ -40,7 +48,7 @@ class PackedRows:
     def split_with_sizes(self, sizes: Sequence[int]) -> "list[PackedRows]":
         """Divide the packs."""
         pack_stops = np.cumsum(sizes)
-        document_stops = np.append(0, np.cumsum(self.counts))[pack_stops].tolist()
+        document_stops = bounds_of(self.counts)[pack_stops].tolist()
         bounds = pairwise([0, *document_stops])
         counts = np.split(self.counts, pack_stops[:-1])
         pairs = zip(bounds, counts, strict=True)
@@ -58,8 +66,8 @@ class PackedRows:
         assert isinstance(self.documents, VariableRows)
         num_packs = len(self)
         stops = np.zeros((num_packs, max_documents + 1), np.int32)
-        pack = np.repeat(np.arange(num_packs), self.counts)
-        column = ranges(np.zeros_like(self.counts), self.counts)
+        pack = group_of(self.counts)
+        column = index_in_group(self.counts)
         stops[pack, column + 1] = self.documents.lengths
         return torch.from_numpy(stops.cumsum(axis=1, dtype=np.int32))
 
@@ -70,9 +78,7 @@ class PackedRows:
         widths = documents.lengths.copy()
         # The last document of each pack is padded to what the others leave.
         last = np.cumsum(self.counts) - 1
-        before = np.append(0, np.cumsum(widths))
-        used = before[last + 1] - before[last + 1 - self.counts]
-        widths[last] += length - used
+        widths[last] += length - group_sums(widths, self.counts)
         values = documents.padded_each(widths[:, None], value)
         return values.view(len(self), length, *documents.field.item_shape)
 

@@ -24,7 +24,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.sampling.rows import Integers, Runs, ranges
+from lightning_memmap.integers import Integers, Runs, ceil_div, group_of, ranges
 from lightning_memmap.store.files import copy_segments, open_plain, replaced
 from lightning_memmap.store.store import Store
 
@@ -92,7 +92,7 @@ class RowFile:
 
     def round_up(self, num_bytes: int) -> int:
         """Round a number of bytes up to a multiple of `block_bytes`."""
-        return -(-num_bytes // self.block_bytes) * self.block_bytes
+        return ceil_div(num_bytes, self.block_bytes) * self.block_bytes
 
     def read_bytes(self, start: int, stop: int, memory: memoryview) -> None:
         """Read a range of bytes, counted over all files."""
@@ -171,8 +171,8 @@ def reads_of(file: RowFile, runs: Runs, stops: Integers, target: Tensor) -> Iter
     max_items = max(1, _READ_BYTES // item_bytes)
     # Cut runs into segments at multiples of `max_items`.
     firsts = runs.starts // max_items
-    counts = np.where(runs.starts < stops, -(-stops // max_items) - firsts, 0)
-    run_of = np.repeat(np.arange(len(counts)), counts)
+    counts = np.where(runs.starts < stops, ceil_div(stops, max_items) - firsts, 0)
+    run_of = group_of(counts)
     cuts = ranges(firsts, counts) * max_items
     starts = np.maximum(runs.starts[run_of], cuts)
     stops = np.minimum(stops[run_of], cuts + max_items)

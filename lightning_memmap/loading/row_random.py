@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_memmap.errors import check_integer
+from lightning_memmap.integers import ceil_div
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.philox import MASK, philox
 from lightning_memmap.sampling.sampler import Sampler, check_seed, derive_seed
@@ -176,7 +177,7 @@ class RowRandom:
         self._check_broadcast(shape, mean=mean, std=std)
         count = math.prod(shape)
         # Two words make two numbers.
-        first, second = self._words((-(-count // 2), 2)).unbind(-1)
+        first, second = self._words((ceil_div(count, 2), 2)).unbind(-1)
         # In (0, 1].
         radius = (first + 1).float().mul_(1 / _RANGE).log_().mul_(-2).sqrt_()
         angle = second.float().mul_(2 * math.pi / _RANGE)
@@ -276,7 +277,7 @@ class RowRandom:
             if self._group is None or self._group[0] != group:
                 self._group = group, self._blocks(1, self._key(2 * group + 1))
             return self._group[1][word]
-        num_blocks = -(-count // _BLOCK)
+        num_blocks = ceil_div(count, _BLOCK)
         blocks = self._blocks(num_blocks, self._key(2 * call))
         words = blocks.view(_BLOCK, len(self), num_blocks).permute(1, 2, 0).flatten(1)
         return words[:, :count].reshape(len(self), *shape)

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_memmap.integers import Integers
 from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.packed_rows import PackedRows, merge_packed
 from lightning_memmap.loading.step_weight import StepWeight
 from lightning_memmap.loading.variable_rows import VariableRows, joined_rows, share_widths
-from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.schema.fields import select
 

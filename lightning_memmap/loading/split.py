@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from lightning_memmap.integers import Integers
 from lightning_memmap.loading.decoding import Images, default_threads, image_decoders
 from lightning_memmap.loading.memory import (
     SlotMap,
@@ -27,7 +28,7 @@ from lightning_memmap.placement.plan import Residency, SplitShards
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling.packed import PackedSampler
 from lightning_memmap.sampling.pool import Pool
-from lightning_memmap.sampling.rows import Integers, StoreRows, WindowedRows
+from lightning_memmap.sampling.rows import StoreRows, WindowedRows
 from lightning_memmap.sampling.schedule import Blocks
 from lightning_memmap.schema.fields import Field
 from lightning_memmap.schema.forms import Decode

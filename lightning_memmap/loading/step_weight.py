@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_memmap.integers import Integers, group_sums, num_strided
 from lightning_memmap.sampling.factory import Fields
 from lightning_memmap.sampling.packed import PackedSampler
-from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sampling.sampler import Sampler
 
 #: Weights that a loader keeps where no strategy takes them, as under Lightning's own.
@@ -88,15 +88,14 @@ def item_weights(items: NDArray[Any], stops: Integers, first: int, size: int) ->
         size: Processes: this one serves every ``size``-th position.
     """
     local_items = items[first::size]
-    local_stops = -(-(stops - first) // size)
+    local_stops = num_strided(stops, first, size)
     by_row = np.split(local_items, local_stops[:-1])
     sums = zip(_sums(local_items, local_stops), _sums(items, stops), by_row, strict=True)
     return [StepWeight(*step) for step in sums]
 
 
 def _sums(values: NDArray[Any], stops: Integers) -> list[float]:
-    before = np.append(0.0, np.cumsum(values, dtype=np.float64))
-    sums: list[float] = np.diff(before[stops], prepend=0.0).tolist()
+    sums: list[float] = group_sums(values.astype(np.float64), np.diff(stops, prepend=0)).tolist()
     return sums
 
 

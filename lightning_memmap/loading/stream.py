@@ -27,6 +27,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_memmap.integers import (
+    Integers,
+    Runs,
+    bounds_of,
+    ceil_div,
+    distinct,
+    ranges,
+    starts_of,
+)
 from lightning_memmap.loading.ahead import Ahead
 from lightning_memmap.loading.buffers import Buffers, byte_pool
 from lightning_memmap.loading.memory import (
@@ -39,7 +48,7 @@ from lightning_memmap.loading.memory import (
 )
 from lightning_memmap.loading.row_file import Read, RowFile, aligned_memory, reads_of
 from lightning_memmap.loading.row_source import Cut, Leaf, RowSource, Take, in_order
-from lightning_memmap.sampling.rows import Integers, Runs, WindowedRows, distinct, ranges, starts_of
+from lightning_memmap.sampling.rows import WindowedRows
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import Blocks
 from lightning_memmap.schema.fields import Field
@@ -195,7 +204,7 @@ class Stream(RowSource):
             return located
         block_positions = self._blocks(sampler).positions
         first_block = positions.start // block_positions
-        for block in range(first_block, -(-positions.stop // block_positions)):
+        for block in range(first_block, ceil_div(positions.stop, block_positions)):
             start = bisect_left(positions, block_positions * block)
             stop = bisect_left(positions, block_positions * (block + 1))
             slots[start:stop] += block * self.num_slots
@@ -362,7 +371,7 @@ def most_items(sizes: Integers, block_rows: int, lengths: Iterable[Integers]) ->
     for shard in lengths:
         totals += shard[:num_common]
         num_extra_items += int(shard[num_common:].sum())
-    stops = np.append(0, np.cumsum(np.tile(totals, 2)))
+    stops = bounds_of(np.tile(totals, 2))
     block_rows = min(block_rows, num_common)
     blocks = stops[block_rows : block_rows + num_common] - stops[:num_common]
     return int(blocks.max(initial=0)) + num_extra_items

@@ -18,8 +18,16 @@ from torch import Tensor
 
 from lightning_memmap._compat.tensors import jagged_tensor
 from lightning_memmap.host_memory import available_bytes
+from lightning_memmap.integers import (
+    Integers,
+    bounds_of,
+    ceil_div,
+    group_of,
+    group_sums,
+    index_in_group,
+    starts_of,
+)
 from lightning_memmap.loading.device_streams import has_streams, send
-from lightning_memmap.sampling.rows import Integers, ranges, starts_of
 from lightning_memmap.schema.fields import SIGNED, Field, RowList, Values, select
 from lightning_memmap.store.files import Bytes, copy_segments
 
@@ -130,7 +138,7 @@ class VariableRows:
     def split_with_sizes(self, sizes: Sequence[int]) -> "list[VariableRows]":
         """Split the rows into parts, such as steps, with the widths of each part."""
         counts = np.array(sizes, np.int64)
-        bounds = np.append(0, np.cumsum(counts))
+        bounds = bounds_of(counts)
         # One more row, because `reduceat` needs one for empty parts at the end.
         rows = np.append(self.sizes, np.zeros((1, self.sizes.shape[1]), np.int64), axis=0)
         widths = np.maximum.reduceat(rows, bounds[:-1], axis=0)
@@ -187,7 +195,7 @@ class VariableRows:
 
     def padded(self, value: float, multiple: int) -> Padded:
         """Pad the rows to the widths of the step, rounded up to a multiple; see `Pad`."""
-        widths = tuple(-(-width // multiple) * multiple for width in self.widths)
+        widths = tuple(ceil_div(width, multiple) * multiple for width in self.widths)
         num_bytes = len(self) * math.prod(widths) * self.field.item_bytes
         if num_bytes > _MANY_BYTES and num_bytes > available_bytes():
             raise ValueError(
@@ -246,7 +254,7 @@ class VariableRows:
 
     def jagged(self) -> Tensor:
         """Return a nested tensor of the rows."""
-        offsets = send(torch.from_numpy(np.append(0, np.cumsum(self.lengths))), self.device)
+        offsets = send(torch.from_numpy(bounds_of(self.lengths)), self.device)
         return jagged_tensor(self.packed_together(), offsets)
 
     def listed(self) -> RowList:
@@ -304,10 +312,10 @@ class Fetch:
         rows = self._rows
         counts = np.diff(self._bounds)
         multiple = 1 if pad is None else pad[1]
-        widths = -(-np.array(self.widths) // multiple) * multiple
+        widths = ceil_div(np.array(self.widths), multiple) * multiple
         sizes = counts * widths.prod(axis=1)
         if pad is None:
-            sizes = np.diff(np.append(0, np.cumsum(rows.lengths))[self._bounds])
+            sizes = group_sums(rows.lengths, counts)
         chunks = starts_of(sizes * rows.field.item_bytes) // _TOGETHER_BYTES
         steps = np.flatnonzero(chunks == chunks[step])
         # Drop the old items first, so that their memory is reused while it is in the caches.
@@ -338,8 +346,8 @@ def _contiguous_runs(rows: VariableRows, widths: Integers) -> tuple[Integers, In
     for dim in range(1, sizes.shape[1]):
         # Split each run along the dimension before this one.
         counts = sizes[:, dim - 1]
-        origins = np.repeat(np.arange(len(counts)), counts)
-        numbers = ranges(np.zeros_like(counts), counts)
+        origins = group_of(counts)
+        numbers = index_in_group(counts)
         sizes = sizes[origins]
         widths = widths[origins]
         starts = starts[origins] + numbers * sizes[:, dim:].prod(axis=1)

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lightning_memmap.integers import Integers, ceil_div
 from lightning_memmap.sampling.pool import Pool, window_spans
-from lightning_memmap.sampling.rows import Integers, Shards, WindowedRows
+from lightning_memmap.sampling.rows import Shards, WindowedRows
 from lightning_memmap.store.joined import JoinedManifest
 from lightning_memmap.store.manifest import Manifest
 
@@ -62,5 +63,5 @@ def _measure_windows(
         # In dataset order each shard has windows of all series, and the shards of a device share
         # them.
         total = held_bytes(range(count)) * num_data_devices
-        return np.full(count, -(-total // count), np.int64)
+        return np.full(count, ceil_div(total, count), np.int64)
     return np.array([held_bytes([shard]) for shard in range(count)], np.int64)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_memmap.errors import StoreError
+from lightning_memmap.integers import bounds_of, num_strided, strided
 from lightning_memmap.sampling.packed import PackedSampler
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.schema.fields import Field, dtype_name
@@ -89,11 +90,11 @@ class RowSlots:
         if isinstance(order, PackedSampler):
             positions = np.arange(rank, order.num_positions, size)
             counts = order.num_rows_at(epoch, positions)
-            self._starts = np.concatenate([[0], counts.cumsum()])
+            self._starts = bounds_of(counts)
 
     def slot(self, position: int) -> int:
         """Count the rows of the process before a position."""
-        number = max(0, -(-(position - self.rank) // self.size))
+        number = num_strided(position, self.rank, self.size)
         return number if self._starts is None else int(self._starts[number])
 
     def unpack(self, values: Tensor, positions: range) -> Tensor:
@@ -114,8 +115,7 @@ class RowSlots:
 
     def rows(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the position and the dataset row of each slot between two positions."""
-        first = start + (self.rank - start) % self.size
-        own = range(first, stop, self.size)
+        own = strided(start, stop, self.rank, self.size)
         positions = np.arange(own.start, own.stop, own.step)
         rows = self.order.dataset_rows(self.epoch, own) if own else positions
         if self._starts is not None and own:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self, override
 
 from lightning_memmap.errors import ReprAsCall, check_integer
+from lightning_memmap.integers import Integers, ceil_div
 from lightning_memmap.sampling.columns import Column, read_whole_column
 from lightning_memmap.sampling.factory import Fields, SamplerFactory, check_per_row, per_row_array
 from lightning_memmap.sampling.identity import Numbers
@@ -28,7 +29,7 @@ from lightning_memmap.sampling.permutations import (
     random_bits,
 )
 from lightning_memmap.sampling.pool import Pool
-from lightning_memmap.sampling.rows import Integers, Shards
+from lightning_memmap.sampling.rows import Shards
 from lightning_memmap.sampling.sampler import cached_once, cached_per_epoch
 from lightning_memmap.sampling.table_sampler import DrawnSampler
 
@@ -202,13 +203,13 @@ class BucketedSampler(DrawnSampler):
         """Buckets of a section: a multiple of the shards at which they may start."""
         if self._num_start_shards == 1 or self.num_buckets == 1:
             return self.num_buckets
-        rounds = -(-self.num_buckets // self._num_start_shards)
+        rounds = ceil_div(self.num_buckets, self._num_start_shards)
         return self._num_start_shards * max(_MIN_GROUP, rounds)
 
     @cached_per_epoch
     def _ranks(self, epoch: int) -> Integers:
         """Rank the buckets of each section at random, section after section."""
-        num_buckets = -(-self.num_positions // self.bucket_size)
+        num_buckets = ceil_div(self.num_positions, self.bucket_size)
         buckets = np.arange(num_buckets)
         sections = buckets // self._section_buckets
         start_shards = buckets * self.bucket_size % self.num_shards

@@ -9,10 +9,10 @@ import numpy as np
 from typing_extensions import Self, override
 
 from lightning_memmap.errors import ReprAsCall
+from lightning_memmap.integers import Integers
 from lightning_memmap.sampling.factory import Fields, SamplerFactory, make_sampler
 from lightning_memmap.sampling.packed import PackedSampler, Pieces
 from lightning_memmap.sampling.pool import Pool, merge_pools
-from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sampling.sampler import Sampler, ShuffledSampler
 from lightning_memmap.sampling.table_sampler import TableSampler
 

@@ -18,10 +18,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_memmap.integers import (
+    Integers,
+    Runs,
+    ceil_div,
+    group_of,
+    group_sums,
+    index_in_group,
+    ranges,
+    starts_of,
+)
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.packing import cut_line
 from lightning_memmap.sampling.pool import Pool
-from lightning_memmap.sampling.rows import Integers, Runs, Shards, ranges, starts_of
+from lightning_memmap.sampling.rows import Shards
 
 
 @dataclass(frozen=True)
@@ -101,12 +111,11 @@ class Documents:
             lengths = np.minimum(lengths, limit)
         if options.overflow != "split" or not (lengths[:, 0] > limit).any():
             return cls(Numbers(lengths), sizes, None, None, streams)
-        num_chunks = np.maximum(1, -(-lengths[:, 0].astype(np.int64) // limit))
-        rows = np.repeat(np.arange(len(lengths)), num_chunks)
-        starts = ranges(np.zeros_like(num_chunks), num_chunks) * limit
+        num_chunks = np.maximum(1, ceil_div(lengths[:, 0].astype(np.int64), limit))
+        rows = group_of(num_chunks)
+        starts = index_in_group(num_chunks) * limit
         chunk_lengths = np.minimum(limit, lengths[rows, 0] - starts)[:, None]
-        groups = np.repeat(np.arange(len(sizes)), sizes)
-        counts = np.bincount(groups, num_chunks, len(sizes)).astype(np.int64)
+        counts = group_sums(num_chunks, sizes)
         return cls(Numbers(chunk_lengths.astype(lengths.dtype)), counts, rows, starts, streams)
 
     @property
@@ -169,7 +178,7 @@ class Documents:
                 is_cut[np.argsort(-lengths, kind="stable")[: count - len(lengths)]] = True
                 is_cut &= lengths > 1
                 num_parts = 1 + is_cut
-                is_second = ranges(np.zeros_like(num_parts), num_parts) == 1
+                is_second = index_in_group(num_parts) == 1
                 halves = np.repeat(lengths // 2, num_parts)
                 rows = np.repeat(rows, num_parts)
                 starts = np.repeat(starts, num_parts) + np.where(is_second, halves, 0)
@@ -330,5 +339,5 @@ def weights_of(lengths: NDArray[Any], options: PackOptions) -> Integers:
         return tokens
     capacity = options.capacity
     weights: Integers = (lengths.astype(np.int64) * capacity[0] // capacity).max(axis=1)
-    least = 1 if options.max_documents is None else -(-options.length // options.max_documents)
+    least = 1 if options.max_documents is None else ceil_div(options.length, options.max_documents)
     return np.maximum(least, weights)

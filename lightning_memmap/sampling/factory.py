@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_memmap.errors import check_integer, is_argument_mismatch
+from lightning_memmap.integers import Integers
 from lightning_memmap.sampling.identity import identity_of
 from lightning_memmap.sampling.pool import Pool
-from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sampling.sampler import Sampler, identifying
 
 

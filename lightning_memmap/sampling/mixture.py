@@ -24,18 +24,20 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import ReprAsCall, check_number
+from lightning_memmap.integers import (
+    Integers,
+    Runs,
+    bounds_of,
+    ceil_div,
+    group_of,
+    index_in_group,
+    ranges,
+    starts_of,
+)
 from lightning_memmap.sampling.factory import Fields, SamplerFactory, check_num_samples
 from lightning_memmap.sampling.permutations import order_within, random_bits
 from lightning_memmap.sampling.pool import Pool
-from lightning_memmap.sampling.rows import (
-    Integers,
-    JoinedRows,
-    Runs,
-    WindowedRows,
-    ranges,
-    shard_rows,
-    starts_of,
-)
+from lightning_memmap.sampling.rows import JoinedRows, WindowedRows, shard_rows
 from lightning_memmap.sampling.sampler import cached_once, cached_per_epoch
 from lightning_memmap.sampling.table_sampler import DrawnSampler
 
@@ -141,7 +143,7 @@ class Mixture(ReprAsCall, SamplerFactory):
                 " train_dataset={'a': ..., 'b': ...} with sampler=Mixture({'a': 0.7, 'b': 0.3})"
             )
         # The sets follow each other in storage order.
-        bounds = np.append(0, np.cumsum(joined.member_sizes))
+        bounds = bounds_of(joined.member_sizes)
         if windows is not None:
             bounds = np.append(windows.starts, windows.num_rows)[bounds]
         return joined.stores, np.diff(bounds)
@@ -205,7 +207,7 @@ class Sets:
         if not self.global_batch:
             order = (shards * _GOLDEN_RATIO % 1).argsort()
             sizes = shard_rows(int(counts.sum()), num_shards)[order]
-            cuts = np.append(0, np.cumsum(sizes))
+            cuts = bounds_of(sizes)
             bounds = np.subtract.outer(cuts, starts_of(counts)).clip(0, counts)
             inverse = order.argsort()
             return bounds[:-1][inverse], bounds[1:][inverse]
@@ -231,8 +233,8 @@ class Sets:
             order: The batches, sorted by the shards they start at.
         """
         counts = np.array(self.counts) // self.global_batch
-        sets = np.repeat(np.arange(len(counts)), counts)
-        ranks = ranges(np.zeros_like(counts), counts)
+        sets = group_of(counts)
+        ranks = index_in_group(counts)
         spread = sets[np.lexsort((sets, (ranks + 0.5) / counts[sets]))]
         assigned = np.empty_like(spread)
         assigned[order] = spread
@@ -248,7 +250,7 @@ class Sets:
         sizes = np.array(self.sizes, object)[number]
         counts = np.array(self.counts, object)[number]
         row_start = (start * sizes // counts).astype(np.int64)
-        row_stop = (-(-stop * sizes // counts)).astype(np.int64)
+        row_stop = ceil_div(stop * sizes, counts).astype(np.int64)
         num_before = starts_of(row_stop - row_start)
         offset = num_before - num_before[np.searchsorted(shard, shard)]
         return _Sections(shard, number, start, stop, row_start, row_stop, offset)
@@ -360,9 +362,9 @@ def _read_in_turn(
         The first offset and the length of each run.
     """
     stops = read_from + counts
-    num_rounds = np.where(counts > 0, -(-stops // sizes), 0)
-    stretch = np.repeat(np.arange(len(offsets)), num_rounds)
-    round_starts = ranges(np.zeros_like(num_rounds), num_rounds) * sizes[stretch]
+    num_rounds = np.where(counts > 0, ceil_div(stops, sizes), 0)
+    stretch = group_of(num_rounds)
+    round_starts = index_in_group(num_rounds) * sizes[stretch]
     starts = np.maximum(read_from[stretch], round_starts)
     lengths = np.minimum(stops[stretch], round_starts + sizes[stretch]) - starts
     return offsets[stretch] + starts - round_starts, lengths

@@ -25,6 +25,18 @@ from numpy.typing import NDArray
 from typing_extensions import Self, override
 
 from lightning_memmap.errors import ReprAsCall, check_integer
+from lightning_memmap.integers import (
+    Integers,
+    bounds_of,
+    ceil_div,
+    distinct,
+    group_of,
+    group_sums,
+    index_in_group,
+    num_strided,
+    ranges,
+    starts_of,
+)
 from lightning_memmap.sampling.documents import (
     Documents,
     PackOptions,
@@ -45,18 +57,10 @@ from lightning_memmap.sampling.packing import (
     Packer,
     concatenate_and_cut,
     layered,
-    totals,
 )
 from lightning_memmap.sampling.permutations import random_bits
 from lightning_memmap.sampling.pool import Pool
-from lightning_memmap.sampling.rows import (
-    Integers,
-    JoinedRows,
-    WindowedRows,
-    distinct,
-    ranges,
-    starts_of,
-)
+from lightning_memmap.sampling.rows import JoinedRows, WindowedRows
 from lightning_memmap.sampling.sampler import Sampler, cached_per_epoch, derive_seed
 
 _OVERFLOWS = ("error", "split", "truncate", "drop")
@@ -242,7 +246,7 @@ class Packed(ReprAsCall, SamplerFactory):
         if not isinstance(rows, JoinedRows) or {*rows.stores} != {*self.shares}:
             names = rows.stores if isinstance(rows, JoinedRows) else "one set without a name"
             raise ValueError(f"{self!r}: the training sets are {names}; set a share for each")
-        return np.repeat(np.arange(len(rows.stores)), rows.member_sizes)
+        return group_of(rows.member_sizes)
 
     def _draw(self, documents: "Documents", sets: Integers, names: Sequence[str]) -> "Documents":
         """Decide how many documents of each set and shard an epoch has."""
@@ -252,9 +256,9 @@ class Packed(ReprAsCall, SamplerFactory):
         stops = np.cumsum(np.maximum(num_drawn > 0, np.rint(num_drawn))).astype(np.int64)
         # The documents of an epoch, set after set, are dealt to the shards in turn.
         shards = np.arange(num_shards)[:, None]
-        before = -(-(np.append(0, stops) - shards) // num_shards)
+        before = num_strided(np.append(0, stops), shards, num_shards)
         drawn = np.diff(before, axis=1)
-        home = np.repeat(np.arange(num_shards), documents.counts)
+        home = group_of(documents.counts)
         counts = np.bincount(home * num_sets + sets, minlength=num_shards * num_sets)
         counts = counts.reshape(num_shards, num_sets)
         self._check_sets(names, drawn, counts)
@@ -390,7 +394,7 @@ def _plan(pool: Pool, seed: int, options: PackOptions, documents: Documents) -> 
         needs = replace(draft, documents=documents).needs()
     needed = needs.packs
     # Shards that need the most packs come first, since the first have one pack more than others.
-    tokens = totals(documents.lengths.array[:, 0], documents.counts)
+    tokens = group_sums(documents.lengths.array[:, 0], documents.counts)
     order = np.lexsort((-tokens, -documents.num_available, -needed))
     pool, documents = documents.reordered(pool, order)
     most = int(needed.max())
@@ -417,7 +421,7 @@ def _with_room(sampler: "PackedSampler", largest: int) -> "PackedSampler":
     if options.split:
         largest = int(sampler.packs(0).sizes.max())
     if options.max_documents is None:
-        room = -(-(largest + largest // 4) // _DOCUMENTS_MULTIPLE) * _DOCUMENTS_MULTIPLE
+        room = ceil_div(largest + largest // 4, _DOCUMENTS_MULTIPLE) * _DOCUMENTS_MULTIPLE
         return replace(sampler, max_documents=room)
     return sampler
 
@@ -449,13 +453,13 @@ def _plan_from_line(
     """
     num_shards = pool.num_shards
     limit = _NO_LIMIT if options.max_documents is None else options.max_documents
-    num_packs = max(min(num_shards, num_rows), -(-num_tokens // options.length))
+    num_packs = max(min(num_shards, num_rows), ceil_div(num_tokens, options.length))
     num_blocks = 1
     if block is not None:
-        num_blocks = max(1, min(-(-num_rows // (num_shards * block)), num_packs // num_shards))
+        num_blocks = max(1, min(ceil_div(num_rows, num_shards * block), num_packs // num_shards))
     while True:
         # Packs of a shard in a block.
-        size = -(-num_packs // (num_shards * num_blocks))
+        size = ceil_div(num_packs, num_shards * num_blocks)
         draft = PackedSampler(
             pool,
             seed,
@@ -586,7 +590,7 @@ class PackedSampler(Sampler):
         order = replace(self, num_packs=num_packs)
         available = self.documents.num_available
         if self.options.split:
-            available = totals(self.documents.lengths.array[:, 0], self.documents.counts)
+            available = group_sums(self.documents.lengths.array[:, 0], self.documents.counts)
         if (available < order.counts).any():
             raise ValueError(
                 f"Curriculum: a shard has {available.min()} documents, too few for the"
@@ -598,10 +602,10 @@ class PackedSampler(Sampler):
         """Pack epoch 0, in as many packs as each group needs."""
         documents = self.documents
         if self.options.split:
-            tokens = totals(documents.lengths.array[:, 0], documents.counts)
-            return Needs(-(-tokens // self.options.length), tokens, 0)
+            tokens = group_sums(documents.lengths.array[:, 0], documents.counts)
+            return Needs(ceil_div(tokens, self.options.length), tokens, 0)
         packs = self._packer.pack(0, np.arange(len(documents.streams)))
-        available = totals(packs.sizes, packs.counts)
+        available = group_sums(packs.sizes, packs.counts)
         return Needs(packs.counts, available, int(packs.sizes.max(initial=0)))
 
     @cached_property
@@ -646,11 +650,11 @@ class PackedSampler(Sampler):
         packs = self._packer.pack_all(epoch, targets) if cut is None else cut.packs
         lengths = self.documents.lengths.array[packs.items, 0] if cut is None else cut.lengths
         # The cost of attention.
-        costs = totals(lengths.astype(np.int64) ** 2, packs.sizes)
+        costs = group_sums(lengths.astype(np.int64) ** 2, packs.sizes)
         order = self._arranged(epoch, costs)
         sizes = packs.sizes[order]
         index = ranges(starts_of(packs.sizes)[order], sizes)
-        starts = np.append(0, np.cumsum(sizes))
+        starts = bounds_of(sizes)
         if cut is None:
             return EpochPacks(starts, packs.items[index])
         return EpochPacks(starts, packs.items[index], cut.starts[index], cut.lengths[index])
@@ -668,7 +672,7 @@ class PackedSampler(Sampler):
             index = ranges(starts[:, block], counts)
             bits = random_bits(self.seed, epoch, self._block_bits + 1 + block)
             parts.append(index[layered(counts, costs[index], bits)])
-            shards.append(np.repeat(np.arange(self.num_shards), counts))
+            shards.append(group_of(counts))
         by_shard = np.argsort(np.concatenate(shards), kind="stable")
         arranged: Integers = np.concatenate(parts)[by_shard]
         return arranged
@@ -709,7 +713,7 @@ class PackedSampler(Sampler):
             first = documents.rows[first]
             last = documents.rows[last]
         start = self.pool.starts[shard]
-        before = np.append(0, np.cumsum(values))
+        before = bounds_of(values)
         return int((before[last + 1 - start] - before[first - start]).max(initial=0))
 
     def _cut(self, epoch: int) -> Cut:
@@ -749,12 +753,12 @@ class PackedSampler(Sampler):
             Integers of shape (len(positions),).
         """
         pieces = self.pieces(epoch, np.asarray(positions, np.int64))
-        return totals(np.maximum(0, pieces.lengths[:, 0].astype(np.int64) - 1), pieces.counts)
+        return group_sums(np.maximum(0, pieces.lengths[:, 0].astype(np.int64) - 1), pieces.counts)
 
     @override
     def sums_at(self, values: NDArray[Any], epoch: int, positions: range) -> NDArray[Any]:
         pieces = self.pieces(epoch, np.asarray(positions, np.int64))
-        packs = np.repeat(np.arange(len(positions)), pieces.counts)
+        packs = group_of(pieces.counts)
         return np.bincount(packs, values[pieces.pool_index], len(positions))
 
     @property
@@ -810,9 +814,8 @@ class PackedSampler(Sampler):
     def row_numbers(self, epoch: int, positions: range) -> Integers:
         pieces = self.pieces(epoch, np.asarray(positions, np.int64))
         numbers = np.full((len(positions), self.max_documents), -1, np.int64)
-        pack = np.repeat(np.arange(len(positions)), pieces.counts)
-        column = ranges(np.zeros_like(pieces.counts), pieces.counts)
-        numbers[pack, column] = self.pool.dataset_rows(pieces.pool_index)
+        columns = index_in_group(pieces.counts)
+        numbers[group_of(pieces.counts), columns] = self.pool.dataset_rows(pieces.pool_index)
         return numbers
 
     @override

@@ -18,8 +18,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_memmap.integers import (
+    Integers,
+    bounds_of,
+    ceil_div,
+    differs_from_previous,
+    group_sums,
+    index_in_group,
+    starts_of,
+)
 from lightning_memmap.sampling.permutations import permuted, random_bits
-from lightning_memmap.sampling.rows import Integers, ranges, starts_of
 
 #: Approximate number of packs of a window. More take longer, and leave less padding.
 _WINDOW_PACKS = 128
@@ -51,7 +59,7 @@ class Packs(NamedTuple):
     def of_groups(self) -> "list[Packs]":
         """Divide the packs by group."""
         pack_stops = np.cumsum(self.counts)
-        item_stops = np.append(0, np.cumsum(self.sizes))[pack_stops]
+        item_stops = bounds_of(self.sizes)[pack_stops]
         items = np.split(self.items, item_stops[:-1])
         sizes = np.split(self.sizes, pack_stops[:-1])
         parts = zip(items, sizes, self.counts, strict=True)
@@ -171,7 +179,7 @@ class BlockDrawing:
                 twice = np.append(middles, middles + length)
                 # Half a token for rounding.
                 stops = np.searchsorted(twice, middles + part * length + 0.5, side="right")
-                sums = np.append(0, np.cumsum(np.tile(here, 2)))
+                sums = bounds_of(np.tile(here, 2))
                 total += int((sums[stops] - sums[:count]).max())
         return total
 
@@ -226,9 +234,7 @@ class Packer:
             )
             packed.append((chunk_items, pack_sizes))
         # The windows of a group follow each other.
-        num_before = np.append(0, np.cumsum(window_packs))
-        stops = np.cumsum(num_windows)
-        counts = np.diff(num_before[np.append(0, stops)])
+        counts = group_sums(window_packs, num_windows)
         packed_items, pack_sizes = map(np.concatenate, zip(*packed, strict=True))
         return Packs(packed_items, pack_sizes, counts)
 
@@ -244,7 +250,7 @@ class Packer:
         if (packs.counts == targets).all():
             return packs
         parts = packs.of_groups()
-        num_items = totals(packs.sizes, packs.counts)
+        num_items = group_sums(packs.sizes, packs.counts)
         is_unfit = (packs.counts > targets) | (num_items < targets)
         for group in np.flatnonzero(is_unfit).tolist():
             parts[group] = self._retry(epoch, group, int(targets[group]))
@@ -336,7 +342,7 @@ class Packer:
 
 def _windows(counts: Integers, num_windows: Integers) -> tuple[Integers, Integers]:
     """Divide the items of each group evenly: where windows start, and their sizes."""
-    window = ranges(np.zeros_like(num_windows), num_windows)
+    window = index_in_group(num_windows)
     items = np.repeat(counts, num_windows)
     windows = np.repeat(num_windows, num_windows)
     sizes = (window + 1) * items // windows - window * items // windows
@@ -364,7 +370,7 @@ def best_fit(
         int(column.sum(axis=0).max()) // int(limit)
         for column, limit in zip(columns, capacity, strict=True)
     )
-    num_packs = max(num_packs, -(-num_items // max_documents))
+    num_packs = max(num_packs, ceil_div(num_items, max_documents))
     is_limited = max_documents < num_items
     room = _Room(capacity, num_windows, num_packs)
     packs = np.empty((num_items, num_windows), np.int32)
@@ -488,13 +494,6 @@ def layered(counts: Integers, costs: NDArray[Any], bits: np.random.Philox) -> In
     return arranged
 
 
-def totals(values: NDArray[Any], counts: Integers) -> Integers:
-    """Add up the values of consecutive groups, int64 of shape (groups,)."""
-    before = np.append(0, np.cumsum(values, dtype=np.int64))
-    sums: Integers = np.diff(before[np.append(0, np.cumsum(counts))])
-    return sums
-
-
 class Cut(NamedTuple):
     """Pieces of documents, pack after pack."""
 
@@ -522,9 +521,9 @@ def concatenate_and_cut(
         length: Tokens of a pack.
     """
     ordered = lengths[order].astype(np.int64)
-    group_tokens = totals(ordered, counts)
+    group_tokens = group_sums(ordered, counts)
     # The start of each pack in its group. The last packs share the rest.
-    pack = ranges(np.zeros_like(targets), targets)
+    pack = index_in_group(targets)
     tokens = np.repeat(group_tokens, targets)
     num_packs = np.repeat(targets, targets)
     least = np.maximum(1, np.minimum(length // 2, tokens // np.maximum(1, num_packs)))
@@ -551,7 +550,7 @@ def cut_line(lengths: Integers, starts: Integers) -> tuple[Integers, Integers, I
     document_starts = stops - lengths
     cuts = np.concatenate([document_starts[lengths > 0], starts[starts < stops[-1]]])
     cuts.sort(kind="stable")
-    cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])[: len(cuts)]]
+    cuts = cuts[differs_from_previous(cuts)]
     document = np.searchsorted(stops, cuts, side="right")
     piece_lengths = np.diff(cuts, append=stops[-1:])
     sizes = np.diff(np.searchsorted(cuts, starts), append=len(cuts))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_memmap.sampling.rows import Integers, Runs, starts_of
+from lightning_memmap.integers import Integers, Runs, ceil_div, starts_of
 
 Digits = NDArray[np.uint32]
 
@@ -228,7 +228,7 @@ class _Cipher:
         largest = int(sizes[0])
         self._bits = ((largest - 1).bit_length() + 1) // 2
         low = 2**self._bits
-        self._high = -(-largest // low)
+        self._high = ceil_div(largest, low)
         self._common = [
             _random_table(bits, 1, *((self._high, low) if index % 2 else (low, self._high)))[0]
             for index in range(_COMMON_ROUNDS)

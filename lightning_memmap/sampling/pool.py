@@ -18,17 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_memmap.sampling.rows import (
-    Integers,
-    Rows,
-    Runs,
-    Shards,
-    StoreRows,
-    WindowedRows,
-    distinct,
-    shard_rows,
-    starts_of,
-)
+from lightning_memmap.integers import Integers, Runs, distinct, starts_of
+from lightning_memmap.sampling.rows import Rows, Shards, StoreRows, WindowedRows, shard_rows
 
 #: Windows whose series are looked up at once.
 _WINDOWS_AT_ONCE = 2**18

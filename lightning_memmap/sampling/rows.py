@@ -15,13 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
 from typing_extensions import override
 
-from lightning_memmap.integers import Integers as Integers
+from lightning_memmap.integers import Integers, bounds_of, ceil_div, starts_of
 from lightning_memmap.sampling.identity import Numbers
 
 #: Default number of shards below `_MANY_ROWS` rows, and from there on.
@@ -45,47 +44,9 @@ def shard_rows(num_rows: int, num_shards: int) -> Integers:
     return (num_rows - shards + num_shards - 1) // num_shards
 
 
-def starts_of(sizes: Integers) -> Integers:
-    """Return where each of several consecutive groups starts, along the first axis."""
-    starts: Integers = np.cumsum(sizes, axis=0, dtype=np.int64) - sizes
-    return starts
-
-
-def ranges(starts: Integers, counts: Integers, dtype: DTypeLike = np.int64) -> NDArray[Any]:
-    """Concatenate ranges of consecutive integers, such as ``[5, 0], [2, 3]`` to 5 6 0 1 2."""
-    # Unsigned integers may wrap around on the way.
-    integers = np.repeat((starts - starts_of(counts)).astype(dtype), counts)
-    integers += np.arange(len(integers), dtype=dtype)
-    return integers
-
-
-class Runs(NamedTuple):
-    """A map from indices to integers that is consecutive run by run."""
-
-    #: The index at which each run starts, int64 of shape (runs,), ascending.
-    starts: Integers
-    #: Added to an index in each run, int64 of shape (runs,).
-    shifts: Integers
-
-    def at(self, index: Integers) -> Integers:
-        """Return the integers at indices, int64 of the same shape."""
-        has_one_run = len(self.starts) == 1
-        run = 0 if has_one_run else np.searchsorted(self.starts, index, side="right") - 1
-        integers: Integers = index + self.shifts[run]
-        return integers
-
-
-def distinct(integers: Integers) -> Integers:
-    """Return the distinct integers, ascending. numpy's `unique` takes four times as long."""
-    ordered = np.sort(integers)
-    is_new = np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]
-    kept: Integers = ordered[is_new]
-    return kept
-
-
 def striping(num_shards: int, num_data_devices: int) -> int:
     """Round a number of shards up to a multiple of the data devices."""
-    return -(-num_shards // num_data_devices) * num_data_devices
+    return ceil_div(num_shards, num_data_devices) * num_data_devices
 
 
 @dataclass(frozen=True)
@@ -448,7 +409,7 @@ class WindowedRows(Rows):
         # A run from shard s on needs a wanted one among the next shards, which may wrap around C:
         # num_before[s + n] - num_before[s] counts the wanted among n shards from s on.
         is_wanted = np.isin(np.arange(num_shards), [] if shards is None else list(shards))
-        num_before = np.append(0, np.cumsum(np.tile(is_wanted, 2)))
+        num_before = bounds_of(np.tile(is_wanted, 2))
         runs = []
         for start, stop in bounds:
             first, last = np.searchsorted(series_stops, (start, stop - 1), side="right")

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self, override
 
 from lightning_memmap.errors import check_integer
+from lightning_memmap.integers import Integers
 from lightning_memmap.sampling.identity import identity_of
 from lightning_memmap.sampling.permutations import (
     Alike,
@@ -40,7 +41,7 @@ from lightning_memmap.sampling.permutations import (
     random_bits,
 )
 from lightning_memmap.sampling.pool import Pool
-from lightning_memmap.sampling.rows import Integers, shard_rows
+from lightning_memmap.sampling.rows import shard_rows
 
 MAX_SEED = 2**63 - 1
 T = TypeVar("T")

@@ -22,7 +22,7 @@ import numpy as np
 from msgspec import Meta
 
 from lightning_memmap.errors import check_integer
-from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.integers import Integers, ceil_div
 from lightning_memmap.sampling.sampler import Sampler
 
 #: Bytes of a block over all shards if the user sets none: 21 MiB of each of 24 shards.
@@ -163,7 +163,7 @@ class SkippedSteps(msgspec.Struct, frozen=True, array_like=True):
         positions = _merged([*self.positions, *new])
         skipped = SkippedSteps(_merged([*self.steps, *steps]), positions)
         for start, stop in positions:
-            for epoch in range(start // num_rows, -(-stop // num_rows)):
+            for epoch in range(start // num_rows, ceil_div(stop, num_rows)):
                 if not len(replace(epoch_steps, skipped=skipped.of_epoch(epoch, num_rows))):
                     raise ValueError(
                         f"skip_steps: all {num_steps} steps of epoch {epoch} would be skipped, that"
@@ -180,7 +180,7 @@ class SkippedSteps(msgspec.Struct, frozen=True, array_like=True):
 
     def epochs(self, num_rows: int) -> list[int]:
         """Return the epochs with skipped positions."""
-        spans = (range(a // num_rows, -(-b // num_rows)) for a, b in self.positions)
+        spans = (range(a // num_rows, ceil_div(b, num_rows)) for a, b in self.positions)
         return sorted({epoch for span in spans for epoch in span})
 
 
@@ -256,13 +256,13 @@ class Blocks:
         return self.rows * self.sampler.num_shards
 
     def __len__(self) -> int:
-        return -(-self.sampler.num_positions // self.positions)
+        return ceil_div(self.sampler.num_positions, self.positions)
 
     @property
     def longest(self) -> int:
         """The most rows of a shard in a block."""
         sampler = self.sampler
-        longest = min(self.rows, -(-sampler.num_positions // sampler.num_shards))
+        longest = min(self.rows, ceil_div(sampler.num_positions, sampler.num_shards))
         for shard, num_rows in enumerate(sampler.pool.sizes.tolist()):
             most = sampler.most_in_block(shard, np.broadcast_to(np.int64(1), num_rows))
             if most is None:
@@ -274,5 +274,5 @@ class Blocks:
         """Return the rows that a block holds of some shards, as indices in the pool."""
         sampler = self.sampler
         start = number * self.rows
-        stop = min(start + self.rows, -(-sampler.num_positions // sampler.num_shards))
+        stop = min(start + self.rows, ceil_div(sampler.num_positions, sampler.num_shards))
         return sampler.rows_at(epoch, start, stop, shards)

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import ReprAsCall, check_integer, check_number
+from lightning_memmap.integers import Integers
 from lightning_memmap.sampling.columns import Column, read_column, read_whole_column
 from lightning_memmap.sampling.factory import Fields
 from lightning_memmap.sampling.permutations import random_bits
-from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sampling.sampler import check_seed
 
 #: Stream of a seed's random bits that divides rows. Orders use the streams below.

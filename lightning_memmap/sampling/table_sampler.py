@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self, override
 
 from lightning_memmap.errors import check_integer
+from lightning_memmap.integers import Integers, starts_of
 from lightning_memmap.sampling.permutations import (
     BlockPermutation,
     Permutation,
@@ -29,7 +30,6 @@ from lightning_memmap.sampling.permutations import (
     permuted,
     random_bits,
 )
-from lightning_memmap.sampling.rows import Integers, starts_of
 from lightning_memmap.sampling.sampler import Sampler, cached_per_epoch, derive_seed
 
 #: Rows of several short shards that are drawn at once, which takes half of the time.

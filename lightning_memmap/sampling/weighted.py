@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import ReprAsCall
+from lightning_memmap.integers import Integers, Runs, group_of, ranges, starts_of
 from lightning_memmap.sampling.columns import (
     Column,
     ColumnValues,
@@ -41,7 +42,7 @@ from lightning_memmap.sampling.factory import (
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import order_within, random_bits
 from lightning_memmap.sampling.pool import Pool
-from lightning_memmap.sampling.rows import Integers, Runs, ranges, shard_rows, starts_of
+from lightning_memmap.sampling.rows import shard_rows
 from lightning_memmap.sampling.sampler import cached_once, cached_per_epoch
 from lightning_memmap.sampling.table_sampler import DrawnSampler
 
@@ -254,7 +255,7 @@ class WeightedSampler(DrawnSampler):
         """Lay out the rows of all shards, and divide them into segments."""
         pool = self.pool
         unit_bits = _unit_bits(self.num_positions)
-        shards = np.repeat(np.arange(pool.num_shards), pool.sizes)
+        shards = group_of(pool.sizes)
         rows = pool.base_index(pool.index())
         offsets = pool.index() - pool.starts[shards]
         # A row that is cut ends with its first shard, and starts with the next one.

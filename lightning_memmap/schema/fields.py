@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError, StoreError
-from lightning_memmap.integers import Integers
+from lightning_memmap.integers import Integers, group_of, ranges, starts_of
 from lightning_memmap.schema.kinds import NUMBERS, AnyKind, Text
 
 #: The dtypes that a store supports. Others (float8, sub-byte types and complex32) do not survive a
@@ -254,11 +254,7 @@ class Values(NamedTuple):
         if self.sizes is None:
             return Values(take_rows(self.data, rows))
         lengths = self.sizes.prod(axis=1)
-        starts = np.cumsum(lengths) - lengths
-        new_lengths = lengths[rows]
-        new_starts = np.cumsum(new_lengths) - new_lengths
-        shifts = starts[rows] - new_starts
-        items = np.repeat(shifts, new_lengths) + np.arange(new_lengths.sum())
+        items = ranges(starts_of(lengths)[rows], lengths[rows])
         return Values(take_rows(self.data, items), self.sizes[rows])
 
     def scatter(self, mask: NDArray[np.bool_]) -> "Values":
@@ -286,7 +282,7 @@ class Values(NamedTuple):
         if self.sizes is None:
             return Values(self.data, lengths[:, None])
         is_present = np.ones(len(self.sizes), np.bool_) if mask is None else mask
-        rows = np.repeat(np.arange(len(lengths)), lengths)
+        rows = group_of(lengths)
         sizes = np.zeros((len(lengths), self.sizes.shape[1]), np.int64)
         sizes[rows[is_present]] = self.sizes[is_present]
         wrong = np.flatnonzero(is_present & (sizes[rows] != self.sizes).any(axis=1))

@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.integers import Integers, ceil_div, group_of, index_in_group
 from lightning_memmap.store.columns import Column, FixedColumn
 from lightning_memmap.store.files import make_unreadable_error, open_plain
 from lightning_memmap.store.paths import StoreUrl
@@ -148,16 +148,16 @@ def choose_chunk_bytes(columns: Sequence[Column]) -> int:
 
 
 def _counts(bounds: Integers, chunk_bytes: int) -> Integers:
-    return -(-np.diff(bounds) // chunk_bytes)
+    return ceil_div(np.diff(bounds), chunk_bytes)
 
 
 def _cut(bounds: Integers, chunk_bytes: int) -> tuple[Integers, Integers]:
     """Return the shard of each chunk of a file, and the bytes at which chunks start and the last
     one ends."""
     counts = _counts(bounds, chunk_bytes)
-    shards = np.repeat(np.arange(len(counts)), counts)
-    index = np.arange(len(shards)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return shards, np.append(bounds[shards] + index * chunk_bytes, bounds[-1])
+    shards = group_of(counts)
+    starts = bounds[shards] + index_in_group(counts) * chunk_bytes
+    return shards, np.append(starts, bounds[-1])
 
 
 def compute_checksums(
@@ -176,7 +176,7 @@ def compute_checksums(
             path = directory / name
             _, edges = _cut(column.bounds[name], chunk_bytes)
             # Several chunks at once: there may be many that are small.
-            step = -(-(len(edges) - 1) // (2 * num_threads))
+            step = ceil_div(len(edges) - 1, 2 * num_threads)
             groups = [edges[at : at + step + 1] for at in range(0, len(edges) - 1, step)]
             try:
                 # Not through the mapping: a read error here is an OSError, there it is a SIGBUS.

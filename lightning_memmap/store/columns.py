@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.sampling.rows import Integers, Shards
+from lightning_memmap.integers import Integers, bounds_of, ceil_div, starts_of
+from lightning_memmap.sampling.rows import Shards
 from lightning_memmap.schema.fields import Field, Values
 from lightning_memmap.store.files import (
     TEMPORARY,
@@ -81,7 +82,7 @@ class _Column(ABC):
 
     def mean_bytes(self, num_rows: int) -> int:
         """Return the average bytes of ``num_rows`` rows, rounded up."""
-        return -(-self.num_bytes * num_rows // self.shards.num_rows)
+        return ceil_div(self.num_bytes * num_rows, self.shards.num_rows)
 
     def edge_bytes(self, shard: int) -> Sequence[tuple[str, int, bytes]]:
         """Return index entries of the preceding shard that are needed to locate the first row.
@@ -132,7 +133,7 @@ class FixedColumn(_Column):
         size = self.field.row_bytes
         step = self.shards.num_shards
         # Memory that is new costs more than a copy into it.
-        memory = np.empty(-(-len(data) // step), data.dtype)
+        memory = np.empty(ceil_div(len(data), step), data.dtype)
         # Every `step`-th row is of the same shard, in which these rows follow one another.
         starts = self.shards.file_rows(np.arange(first, first + min(step, len(data))))
         for index, location in enumerate(starts.tolist()):
@@ -195,7 +196,7 @@ class RaggedColumn(_Column):
         rows = _row_bounds(self.shards)
         if not self.shard_items:
             return {self.entries_name: rows * 8 * (2 + self.field.num_variable)}
-        items = np.cumsum((0, *self.shard_items), dtype=np.int64)
+        items = bounds_of(self.shard_items)
         index = rows * 8 * self._index_width
         return {self.index_name: index, self.rows_name: items * self.field.item_bytes}
 
@@ -228,7 +229,7 @@ class RaggedColumn(_Column):
         num_bytes = values.sizes.prod(axis=1) * self.field.item_bytes
         entries = np.empty((len(rows), 2 + self.field.num_variable), np.int64)
         entries[:, 0] = files.number
-        entries[:, 1] = begin + np.cumsum(num_bytes) - num_bytes
+        entries[:, 1] = begin + starts_of(num_bytes)
         entries[:, 2:] = values.sizes
         write_rows(
             files.open(self.entries_name),

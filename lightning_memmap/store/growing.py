@@ -25,7 +25,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from lightning_memmap.errors import StoreError, split_in_errors
-from lightning_memmap.sampling.rows import Integers, starts_of
+from lightning_memmap.integers import Integers, starts_of
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.building import Building, read_draft
 from lightning_memmap.store.columns import RaggedColumn

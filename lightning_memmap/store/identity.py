@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_memmap.integers import ceil_div
 from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.sources.image_folder import ImageFolder
 from lightning_memmap.store.sources.stream import is_stream
@@ -141,7 +142,7 @@ class _Reader:
 
     def _encode(self, value: Any) -> str:
         if isinstance(value, (list, tuple)) and len(value) > _MAX_ITEMS:
-            value = [len(value), value[:: -(-len(value) // _MAX_ITEMS)]]
+            value = [len(value), value[:: ceil_div(len(value), _MAX_ITEMS)]]
         encode = partial(msgspec.msgpack.encode, enc_hook=self._describe, order="deterministic")
         self._objects = {**self._datasets}
         with suppress(TypeError, ValueError, OverflowError, RecursionError):

@@ -26,13 +26,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.errors import SchemaError, StoreError
-from lightning_memmap.sampling.rows import (
-    Integers,
-    JoinedRows,
-    Runs,
-    StoreRows,
-    starts_of,
-)
+from lightning_memmap.integers import Integers, Runs, starts_of
+from lightning_memmap.sampling.rows import JoinedRows, StoreRows
 from lightning_memmap.schema.fields import Field, join_values
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.files import open_plain, replaced

@@ -18,6 +18,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError, check_integer
+from lightning_memmap.integers import ceil_div
 from lightning_memmap.sampling.rows import Shards, default_shards
 from lightning_memmap.schema.fields import dtype_name
 from lightning_memmap.schema.schema import Schema
@@ -146,7 +147,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def row_bytes(self) -> int:
         """Bytes of one row over all fields, on average and rounded up."""
-        return -(-self.num_bytes // self.num_rows)
+        return ceil_div(self.num_bytes, self.num_rows)
 
     @cached_property
     def content(self) -> str:

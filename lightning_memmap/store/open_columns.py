@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.sampling.rows import Integers, starts_of
+from lightning_memmap.integers import Integers, starts_of
 from lightning_memmap.schema.fields import Field, Values, take_rows
 from lightning_memmap.store.files import (
     copy_segments,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from lightning_memmap.errors import DatasetError, MismatchError, SchemaError, describe_error
-from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.integers import Integers
 from lightning_memmap.schema.fields import Values, field_name
 from lightning_memmap.schema.forms import Declared
 from lightning_memmap.schema.held import SharedMemoryCheck, copy_sample

@@ -7,9 +7,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_memmap.integers import Integers
 from lightning_memmap.sampling.factory import Fields
 from lightning_memmap.sampling.identity import Numbers
-from lightning_memmap.sampling.rows import Integers, Rows, WindowedRows
+from lightning_memmap.sampling.rows import Rows, WindowedRows
 from lightning_memmap.schema.forms import Windows
 from lightning_memmap.store.open_columns import ItemRows, MappedRows, OpenColumn
 from lightning_memmap.store.store import Store

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_memmap.errors import StoreError, check_integer, nearest
-from lightning_memmap.sampling.rows import Integers, Rows, StoreRows
+from lightning_memmap.integers import Integers
+from lightning_memmap.sampling.rows import Rows, StoreRows
 from lightning_memmap.schema.fields import Field, Values, field_name, stored_name
 from lightning_memmap.schema.kinds import Duration, Text
 from lightning_memmap.schema.schema import Schema

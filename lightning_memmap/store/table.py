@@ -16,7 +16,8 @@ import numpy as np
 from torch import Tensor
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.sampling.rows import Integers, Shards
+from lightning_memmap.integers import Integers
+from lightning_memmap.sampling.rows import Shards
 from lightning_memmap.schema.fields import Values
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.building import (

@@ -32,7 +32,7 @@ from lightning_memmap.errors import (
     describe_error,
     with_article,
 )
-from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.integers import Integers
 
 Task = TypeVar("Task")
 Outcome = TypeVar("Outcome")

@@ -14,12 +14,12 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.integers import Integers
 from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import DrawnSampler, Pool, Sampler, TableSampler
-from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.store import Store
 from tests.support.models import Points, Regression, make_trainer
 from tests.support.rows import (

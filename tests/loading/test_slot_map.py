@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_memmap.integers import Integers
 from lightning_memmap.loading import memory
 from lightning_memmap.loading.memory import SlotMap
 from lightning_memmap.sampling import Pool, Sampler, ShuffledSampler, Weighted
-from lightning_memmap.sampling.rows import Integers, JoinedRows, Rows, Shards, StoreRows
+from lightning_memmap.sampling.rows import JoinedRows, Rows, Shards, StoreRows
 from tests.support.rows import StridedRows
 
 

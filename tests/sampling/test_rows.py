@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_memmap.sampling.rows import Runs
+from lightning_memmap.integers import Runs
 
 
 @pytest.mark.parametrize(

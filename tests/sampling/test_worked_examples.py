@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from lightning_memmap.integers import Runs, ranges
 from lightning_memmap.sampling import (
     Bucketed,
     DrawnSampler,
@@ -14,7 +15,7 @@ from lightning_memmap.sampling import (
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.mixture import Sets, _read_in_turn
 from lightning_memmap.sampling.permutations import BlockPermutation, _Rotated
-from lightning_memmap.sampling.rows import Runs, Shards, StoreRows, WindowedRows, ranges
+from lightning_memmap.sampling.rows import Shards, StoreRows, WindowedRows
 from lightning_memmap.sampling.schedule import BatchSchedule
 from tests.support.rows import pool_of
 

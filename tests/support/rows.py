@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_memmap.integers import Integers
 from lightning_memmap.loading import row_file
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.row_file import RowFile
@@ -34,7 +35,7 @@ from lightning_memmap.sampling import (
     ShuffledSampler,
 )
 from lightning_memmap.sampling import factory as sampler_factory
-from lightning_memmap.sampling.rows import Integers, Rows, Shards, StoreRows, WindowedRows
+from lightning_memmap.sampling.rows import Rows, Shards, StoreRows, WindowedRows
 from lightning_memmap.sampling.schedule import Blocks, default_block
 from lightning_memmap.schema import Decode, Windows
 from lightning_memmap.store import Store

@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
 from lightning_memmap.host_memory import available_bytes
-from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.integers import Integers
 from lightning_memmap.sizes import format_bytes, parse_bytes
 from lightning_memmap.store.building import describe_unfinished_build
 from lightning_memmap.store.checksums import Damage, list_damages

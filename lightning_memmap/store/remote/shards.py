@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
-from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.integers import Integers
 from lightning_memmap.store.checksums import Chunk
 from lightning_memmap.store.columns import RaggedColumn
 from lightning_memmap.store.files import TEMPORARY, OpenFiles, open_plain, write_all

@@ -19,7 +19,7 @@ from pyarrow.fs import LocalFileSystem
 from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, SchemaError, describe_error
-from lightning_memmap.integers import Integers
+from lightning_memmap.integers import Integers, group_of
 from lightning_memmap.schema.fields import field_name
 from lightning_memmap.schema.stack import Branch
 from lightning_memmap.schema.structure import Node
@@ -211,7 +211,7 @@ class GroupedColumn(ArrowColumn):
     @override
     def row_groups(self) -> Integers:
         stops = self._groups.stops
-        return np.repeat(np.arange(len(stops), dtype=np.int64), np.diff(stops, prepend=0))
+        return group_of(np.diff(stops, prepend=0))
 
     @override
     def take(self, rows: RowNumbers) -> Any:

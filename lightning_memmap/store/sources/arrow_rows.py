@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import MismatchError, SchemaError
-from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.integers import Integers
 from lightning_memmap.schema.fields import TO_NUMPY, Field, Values
 from lightning_memmap.schema.kinds import Bytes, Duration, Text
 from lightning_memmap.schema.stack import Branch, as_tensor, as_values, lists_as_values

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.integers import Integers
 from lightning_memmap.schema.stack import Branch
 from lightning_memmap.store.workers import RowNumbers
 

@@ -19,7 +19,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, SchemaError, describe_error
-from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.integers import Integers
 from lightning_memmap.schema.fields import Field, Values, join_values, take_rows
 from lightning_memmap.schema.kinds import Image
 from lightning_memmap.schema.schema import Schema

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_memmap.errors import check_integer, check_number
+from lightning_memmap.integers import ceil_div
 from lightning_memmap.schema.forms import Windows
 from lightning_memmap.store.paths import local_path
 
@@ -102,7 +103,7 @@ class TokenStream(Dataset[dict[str, NDArray[Any]]]):
             )
 
     def __len__(self) -> int:
-        return -(-self._num_windows // self._row_windows)
+        return ceil_div(self._num_windows, self._row_windows)
 
     def __getitem__(self, row: int) -> dict[str, NDArray[Any]]:
         if not 0 <= row < len(self):

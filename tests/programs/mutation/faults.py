@@ -424,8 +424,8 @@ _LOADING = [
     Fault(
         "loading/loader.py",
         "a process serves the positions of another one after an uneven step",
-        "range(start + (self._topology.rank - start) % size, stop, size)",
-        "range(start + self._topology.rank, stop, size)",
+        "strided(start, stop, self._topology.rank, self._topology.size)",
+        "range(start + self._topology.rank, stop, self._topology.size)",
         (
             "tests/loading/test_loader.py::TestResume::test_each_process_continues_with_its_own_positions",
         ),
