@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.callbacks import RowResults
 from lightning_memmap.results import RowLog, read_row_results
-from lightning_memmap.sampling import KFold, Packed
+from lightning_memmap.sampling import KFold
+from tests.support.documents import KEYS, PerDocument, check_documents, make_packs
 from tests.support.models import Points, Regression, make_trainer
 from tests.support.processes import in_processes, launch
 from tests.support.training import make_strategy
@@ -136,7 +136,7 @@ def test_logged_rows_of_two_processes_equal_rows_computed_alone(
 def test_logged_rows_of_two_pipelines_equal_rows_computed_alone(tmp_path: Path) -> None:
     options = {"data_parallel_size": 2, "schedule": "interleaved"}
     launch(
-        fit_fold_quietly,
+        fit_fold,
         tmp_path,
         processes=4,
         strategy="memmap_pipeline",
@@ -145,51 +145,18 @@ def test_logged_rows_of_two_pipelines_equal_rows_computed_alone(tmp_path: Path) 
     )
 
 
-def fit_fold_quietly(out: Path, **options: Any) -> dict[str, Any]:
-    fit_fold(out, **options)
-    return {}
-
-
-class Documents(Dataset[dict[str, Any]]):
-    """Documents of 1 to 9 tokens, each of which is the number of its document."""
-
-    def __len__(self) -> int:
-        return 97
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"tokens": torch.full((1 + index * 7 % 9,), index)}
-
-
-class PerDocument(RowLog, Regression):
-    """Logs the first token of each document."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        packing = batch["packing"]
-        first = batch["tokens"] * (packing.position_ids == 0)
-        self.log_rows("document", packing.document_sums(first))
-        return self.net(torch.ones(1, 8)).mean()
-
-
 def fit_packed(out: Path, strategy: str, devices: int) -> None:
-    """Train on packed documents, and check that each has its own value."""
+    """Train on packed documents, and check that each has its own values."""
     trainer = make_trainer(
         out,
         strategy=strategy,
         devices=devices,
         max_epochs=2,
-        callbacks=[RowResults(out / "r", ["document"])],
+        callbacks=[RowResults(out / "r", KEYS)],
     )
-    data = MemmapDataModule(
-        Documents(),
-        store_dir=out / "stores",
-        batch_size=4 // devices,
-        num_shards=2,
-        sampler=Packed("tokens", length=16),
-    )
-    trainer.fit(PerDocument(), data)
+    trainer.fit(PerDocument(), make_packs(out, devices))
     trainer.strategy.barrier()
-    results = read_row_results(out / "r", "all")
-    assert torch.equal(results["document"], torch.arange(97).expand(2, -1))
+    check_documents(out / "r")
 
 
 @pytest.mark.parametrize("strategy", ["memmap_dp", "memmap_model_parallel"])
