@@ -246,6 +246,6 @@ def test_processes_train_on_a_url_as_on_its_directory(
 
 
 def test_training_whose_processes_are_killed_goes_on_bit_for_bit() -> None:
-    command = [python(), "-m", "tests.programs.reliability.training", "--kills", "6"]
+    command = [python(), "-m", "tests.programs.reliability.training", "--kills", "8"]
     ended = subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_S, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -8,16 +8,12 @@ resumes from the last checkpoint must end with the same weights and results, bit
 nothing else. Prints rows of the table in docs/reliability.md.
 """
 
-import argparse
 import os
 import random
 import shutil
 import signal
 import sys
-import tempfile
-from collections import Counter
 from contextlib import suppress
-from itertools import product
 from pathlib import Path
 from threading import Timer
 from time import monotonic, time
@@ -26,7 +22,6 @@ from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
@@ -37,15 +32,19 @@ from lightning_memmap.results import Results, read_row_results
 from lightning_memmap.results.folder import ResultFolder
 from lightning_memmap.sampling import Weighted
 from lightning_memmap.store import verify_store
-from tests.programs.reliability.forks import Forked
+from tests.programs.reliability.kills import (
+    begin_training,
+    end_killed,
+    end_training,
+    run_program,
+)
 from tests.programs.reliability.outcome import Fault, Outcome
-from tests.support.models import Points, Regression, weights
-from tests.support.processes import free_port
+from tests.support.models import Points, Regression, make_trainer, weights
 
 NUM_ROWS, NUM_EPOCHS, BATCH = 120, 4, 6
 KEYS = ["weight", "row", "vector"]
-#: How long a rank may train on that has lost the other one, and about how long a commit takes.
-_PATIENCE_S, _COMMIT_S = 30.0, 0.012
+#: About how long a commit takes.
+_COMMIT_S = 0.012
 TITLES = {
     "fit": "results per row, training process killed",
     "commit": "results per row, training process killed in a commit",
@@ -82,20 +81,9 @@ def kill_in_commit(number: int, delay_s: float) -> Any:
 
 
 def train(
-    directory: Path,
-    is_following: bool,
-    rank: int,
-    num_ranks: int,
-    port: int,
-    blow: tuple[int, float] | None = None,
+    directory: Path, num_ranks: int, is_following: bool, blow: tuple[int, float] | None = None
 ) -> str:
     """Train from the last checkpoint on, and return the weights."""
-    if num_ranks > 1:
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
-        names |= {"LOCAL_WORLD_SIZE": num_ranks, "GROUP_RANK": 0}
-        os.environ |= {name: str(value) for name, value in names.items()}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "kills"}
-    torch.set_num_threads(1)
     results = directory / "results"
     checkpoints = directory / "checkpoints"
     column = Results(results, "weight", each_epoch=True)
@@ -106,8 +94,8 @@ def train(
         num_shards=4,
         sampler=Weighted(column) if is_following else None,
     )
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = make_trainer(
+        directory,
         devices=2,
         strategy="ddp" if num_ranks > 1 else "memmap_superbatch",
         max_epochs=NUM_EPOCHS,
@@ -116,9 +104,7 @@ def train(
             ModelCheckpoint(checkpoints, "{step:04d}", save_top_k=-1, every_n_train_steps=3),
             ModelCheckpoint(checkpoints, "{step:04d}-end", save_top_k=-1, every_n_epochs=1),
         ],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
     )
     model = PerRow()
     last = max(checkpoints.glob("*.ckpt"), default=None)
@@ -126,14 +112,6 @@ def train(
         kill_in_commit(*blow).start()
     trainer.fit(model, datamodule=data, ckpt_path=last, weights_only=False)
     return weights(model).numpy().tobytes().hex()
-
-
-def run(
-    directory: Path, num_ranks: int, is_following: bool, blow: tuple[int, float] | None = None
-) -> list[Forked]:
-    """Begin a training."""
-    options = num_ranks, free_port(), blow
-    return [Forked(train, directory, is_following, r, *options) for r in range(num_ranks)]
 
 
 def has_begun(directory: Path, started: float) -> bool:
@@ -152,7 +130,7 @@ def kill(
     if victim == "commit":
         blow = rng.randrange(NUM_EPOCHS), rng.uniform(0.0, _COMMIT_S)
     started = time()
-    ranks = run(directory, 2 if victim == "rank" else 1, is_following, blow)
+    ranks = begin_training(train, directory, 2 if victim == "rank" else 1, is_following, blow)
     is_killed = False
     if victim == "rank":
         # Ranks that have not met yet wait for each other as long as torch lets them.
@@ -166,12 +144,9 @@ def kill(
         is_killed = not chosen.ended_within(rng.uniform(0.0, latest_s))
         if is_killed:
             chosen.kill()
-    for rank in ranks:
-        ending = rank.end(_PATIENCE_S)
+    for ending in end_killed(ranks, outcome):
         is_killed |= ending.status == -signal.SIGKILL
-        if ending.hung:
-            outcome.add(Fault.HANG, f"it did not end after the kill\n{ending.output}")
-        elif not is_killed:
+        if not is_killed and not ending.hung:
             outcome.add_ending(ending, "a training that was not hit")
     outcome.notes["killed" if is_killed else "not hit"] += 1
     return outcome
@@ -209,14 +184,13 @@ def read_epochs(results: Path) -> dict[int, dict[str, Tensor]]:
 
 
 def run_case(
-    scratch: Path, number: int, expected: dict[tuple[int, bool], Any]
+    directory: Path, number: int, expected: dict[tuple[int, bool], Any]
 ) -> tuple[str, Outcome]:
     """Kill a training once or twice, resume it to its end, and look at the results."""
     rng = random.Random(number)
     victim = [*TITLES][number % len(TITLES)]
     is_following = number // len(TITLES) % 2 > 0
     num_ranks = 2 if victim == "rank" else 1
-    directory = scratch / str(number)
     outcome = Outcome()
     started = monotonic()
     model, epochs, fit_s = expected[num_ranks, is_following]
@@ -225,7 +199,8 @@ def run_case(
         outcome.faults += hit.faults
         outcome.notes += hit.notes
         look_at(directory, epochs, outcome, "after the kill")
-    endings = [rank.end() for rank in run(directory, num_ranks, is_following)]
+    ranks = begin_training(train, directory, num_ranks, is_following)
+    endings = [rank.end() for rank in ranks]
     if all(outcome.add_ending(ending, "the run that resumes") for ending in endings):
         if [ending.value for ending in endings] != model:
             outcome.add(Fault.WRONG_ROWS, "the weights differ from those of a run without a kill")
@@ -256,44 +231,12 @@ def reference(scratch: Path, num_ranks: int, is_following: bool) -> Any:
     """The weights and the results of a training that nobody kills, and the seconds it takes."""
     directory = scratch / f"reference-{num_ranks}-{is_following}"
     started = monotonic()
-    endings = [rank.end() for rank in run(directory, num_ranks, is_following)]
-    assert all(ending.status == 0 and isinstance(ending.value, str) for ending in endings), endings
+    model = end_training(begin_training(train, directory, num_ranks, is_following))
     epochs = read_epochs(directory / "results")
     assert [*epochs] == [*range(NUM_EPOCHS)]
-    return [ending.value for ending in endings], epochs, monotonic() - started
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the program. Returns 1 if anything went wrong, else 0."""
-    parser = argparse.ArgumentParser(
-        "python -m tests.programs.reliability.results", description=__doc__
-    )
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="at most")
-    parser.add_argument("--first", type=int, default=0, help="the number of the first case")
-    options = parser.parse_args(arguments)
-    ends = monotonic() + 60 * options.minutes
-    outcomes: dict[str, list[Outcome]] = {victim: [] for victim in TITLES}
-    num_kills = 0
-    number = options.first
-    with tempfile.TemporaryDirectory(prefix="reliability-") as directory:
-        scratch = Path(directory)
-        expected = {kind: reference(scratch, *kind) for kind in product((1, 2), (False, True))}
-        while num_kills < options.kills and monotonic() < ends:
-            victim, outcome = run_case(scratch, number, expected)
-            outcomes[victim].append(outcome)
-            num_kills += outcome.notes["killed"]
-            for fault, text in outcome.faults:
-                print(f"case {number}: {fault.value}: {text}", flush=True)
-            number += 1
-    for victim, cases in outcomes.items():
-        faults = Counter(fault for outcome in cases for fault, _ in outcome.faults)
-        kills = sum(outcome.notes["killed"] for outcome in cases)
-        seconds = sum(outcome.seconds for outcome in cases)
-        cells = [TITLES[victim], f"{kills}", *(f"{faults[fault]}" for fault in Fault)]
-        print(f"| {' | '.join(cells)} | {seconds:,.0f} |")
-    return int(any(outcome.faults for cases in outcomes.values() for outcome in cases))
+    return model, epochs, monotonic() - started
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    name = "tests.programs.reliability.results"
+    sys.exit(run_program(name, __doc__, TITLES, run_case, reference))

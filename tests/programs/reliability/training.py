@@ -6,16 +6,12 @@ two ranks. The run that goes on from the last checkpoint must end with the weigh
 nobody killed, bit for bit, and with a whole store. Prints rows of the table in docs/reliability.md.
 """
 
-import argparse
 import os
 import random
 import shutil
 import signal
 import sys
-import tempfile
-from collections import Counter
 from contextlib import suppress
-from itertools import product
 from pathlib import Path
 from time import monotonic, sleep, time
 from typing import Any
@@ -32,17 +28,23 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.sampling import Mixture
 from lightning_memmap.store import open_store, verify_store
 from tests.programs.reliability.dataset import plain, rows_of
-from tests.programs.reliability.forks import Forked, Raised, orphans, wait_for_orphans
+from tests.programs.reliability.forks import Raised, orphans, wait_for_orphans
+from tests.programs.reliability.kills import (
+    begin_training,
+    end_killed,
+    end_training,
+    run_program,
+)
 from tests.programs.reliability.outcome import Fault, Outcome
-from tests.support.processes import free_port
+from tests.support.models import make_trainer
 
 NUM_ROWS, NUM_SHARDS, BATCH = 300, 4, 6
 #: How often rows of two sets come, where these are mixed, and their shares of all rows.
 SHARES = {"a": 0.7, "b": 0.3}
 #: How long a row and a step take, and about how long the first epoch lasts.
 _ROW_S, _STEP_S, _EPOCH_S = 0.003, 0.01, 0.8
-#: How long a rank may train on that has lost the other one, and workers without their parent.
-_PATIENCE_S, _ORPHAN_LIMIT_S = 30.0, 5.0
+#: How long workers may live without their parent.
+_ORPHAN_LIMIT_S = 5.0
 TITLES = {
     "parent": "first epoch, training process killed",
     "worker": "first epoch, worker killed",
@@ -88,17 +90,8 @@ def sets(are_mixed: bool) -> Any:
     return mixed if are_mixed else Rows(NUM_ROWS)
 
 
-def train(
-    directory: Path, are_mixed: bool, build: str, rank: int, num_ranks: int, port: int
-) -> str:
-    """Train for two epochs, from the last checkpoint on, and give the weights."""
-    if num_ranks > 1:
-        given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
-        given |= {"LOCAL_WORLD_SIZE": num_ranks, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "kills"}
-        os.environ |= {
-            **{name: str(each) for name, each in given.items()},
-            "MASTER_ADDR": "127.0.0.1",
-        }
+def train(directory: Path, num_ranks: int, are_mixed: bool, build: str = "while_training") -> str:
+    """Train for two epochs, from the last checkpoint on, and return the weights."""
     data = MemmapDataModule(
         sets(are_mixed),
         sampler=Mixture(SHARES) if are_mixed else None,
@@ -113,15 +106,13 @@ def train(
     checkpoints = ModelCheckpoint(
         directory / "checkpoints", "{step:04d}", save_top_k=-1, every_n_train_steps=4
     )
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = make_trainer(
+        directory,
         devices=2,
         strategy="ddp" if num_ranks > 1 else "memmap_superbatch",
         max_epochs=2,
         callbacks=[checkpoints],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
     )
     model = Remembering()
     last = max((directory / "checkpoints").glob("*.ckpt"), default=None)
@@ -129,20 +120,12 @@ def train(
     return model.weight.detach().numpy().tobytes().hex()
 
 
-def run(
-    directory: Path, num_ranks: int, are_mixed: bool, build: str = "while_training"
-) -> list[Forked]:
-    """Begin a training."""
-    options = num_ranks, free_port()
-    return [Forked(train, directory, are_mixed, build, r, *options) for r in range(num_ranks)]
-
-
 def kill(
     directory: Path, victim: str, are_mixed: bool, rng: random.Random, outcome: Outcome
 ) -> None:
     """Begin a training, and kill one of its processes at a random moment of the first epoch."""
     started, begun = time(), False
-    ranks = run(directory, 2 if victim == "rank" else 1, are_mixed)
+    ranks = begin_training(train, directory, 2 if victim == "rank" else 1, are_mixed)
     # Ranks that have not met yet wait for each other as long as torch lets them.
     while not (begun or any(rank.ended_within(0.002) for rank in ranks)):
         with suppress(FileNotFoundError):  # The store has just been committed.
@@ -156,26 +139,26 @@ def kill(
             processes = ranks[0].workers() or processes
         os.kill(rng.choice(processes), signal.SIGKILL)
     outcome.notes["killed" if killed else "ended before"] += 1
-    for rank in ranks:
-        ending = rank.end(_PATIENCE_S)
-        if ending.hung:
-            outcome.add(Fault.HANG, f"it went on without its {victim}\n{ending.output}")
-        elif isinstance(ending.value, Raised) and victim == "worker":
+    for ending in end_killed(ranks, outcome):
+        if isinstance(ending.value, Raised) and victim == "worker":
             outcome.add_ending(ending, "training without a worker", allowed=killed)
     if orphans() and wait_for_orphans(_ORPHAN_LIMIT_S):
         outcome.add(Fault.ORPHAN, "workers outlived their training")
 
 
 def run_case(
-    scratch: Path, number: int, expected: dict[tuple[int, bool], list[str]]
+    directory: Path, number: int, expected: dict[tuple[int, bool], list[str]]
 ) -> tuple[str, Outcome]:
     """Kill a training once or twice, let it go on to its end, and look at what came out."""
-    rng, outcome, started = random.Random(number), Outcome(), monotonic()
-    victim, are_mixed = [*TITLES][number % len(TITLES)], number // len(TITLES) % 2 > 0
-    num_ranks, directory = 2 if victim == "rank" else 1, scratch / str(number)
+    rng = random.Random(number)
+    outcome = Outcome()
+    started = monotonic()
+    victim = [*TITLES][number % len(TITLES)]
+    are_mixed = number // len(TITLES) % 2 > 0
+    num_ranks = 2 if victim == "rank" else 1
     for _ in range(rng.choice((1, 1, 2))):
         kill(directory, victim, are_mixed, rng, outcome)
-    endings = [rank.end() for rank in run(directory, num_ranks, are_mixed)]
+    endings = [rank.end() for rank in begin_training(train, directory, num_ranks, are_mixed)]
     if all(outcome.add_ending(each, "the run that goes on") for each in endings):
         if [each.value for each in endings] != expected[num_ranks, are_mixed]:
             outcome.add(Fault.WRONG_ROWS, "the weights differ from those of a run without a kill")
@@ -200,39 +183,9 @@ def _look_at(path: Path, rows: Rows, outcome: Outcome) -> None:
 def reference(scratch: Path, num_ranks: int, are_mixed: bool) -> list[str]:
     """The weights of a training from a finished store that nobody kills."""
     directory = scratch / f"reference-{num_ranks}-{are_mixed}"
-    endings = [rank.end() for rank in run(directory, num_ranks, are_mixed, "first")]
-    assert all(ending.status == 0 and isinstance(ending.value, str) for ending in endings), endings
-    return [ending.value for ending in endings]
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the program. Returns 1 where anything went wrong, else 0."""
-    parser = argparse.ArgumentParser(
-        "python -m tests.programs.reliability.training", description=__doc__
-    )
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="at most")
-    parser.add_argument("--first", type=int, default=0, help="the number of the first case")
-    options = parser.parse_args(arguments)
-    ends, found = monotonic() + 60 * options.minutes, list[tuple[str, Outcome]]()
-    with tempfile.TemporaryDirectory(prefix="reliability-") as directory:
-        scratch = Path(directory)
-        expected = {kind: reference(scratch, *kind) for kind in product((1, 2), (False, True))}
-        for number in range(options.first, options.first + options.kills):
-            if monotonic() > ends:
-                break
-            found.append(run_case(scratch, number, expected))
-            for fault, text in found[-1][1].faults:
-                print(f"case {number}: {fault.value}: {text}", flush=True)
-    for victim, title in TITLES.items():
-        mine = [outcome for each, outcome in found if each == victim]
-        faults = Counter(fault for outcome in mine for fault, _ in outcome.faults)
-        notes = sum((outcome.notes for outcome in mine), Counter())
-        seconds = sum(outcome.seconds for outcome in mine)
-        cells = [title, f"{notes['killed']}", *(f"{faults[fault]}" for fault in Fault)]
-        print(f"| {' | '.join(cells)} | {seconds:,.0f} |")
-    return int(any(outcome.faults for _, outcome in found))
+    return end_training(begin_training(train, directory, num_ranks, are_mixed, "first"))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    name = "tests.programs.reliability.training"
+    sys.exit(run_program(name, __doc__, TITLES, run_case, reference))
