@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.transforms import OnSuperBatch, RowRandom
-from tests.support.models import Points, Regression, make_trainer, weights
+from tests.support.models import Points, Regression, SaveAt, make_trainer, weights
 from tests.support.processes import launch
 from tests.support.training import make_strategy
 from tests.support.versions import weights_only
@@ -40,16 +40,11 @@ class Noting(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.augmented: dict[tuple[int, int], list[float]] = {}
-        self.save_at: int | None = None
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         for row, x in zip(batch["row"].tolist(), batch["x"].tolist(), strict=True):
             self.augmented[self.current_epoch, row] = x
         return self.step(batch, "train")
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.global_step == self.save_at:
-            self.trainer.save_checkpoint(Path(self.trainer.default_root_dir, "middle.ckpt"))
 
 
 def fit(
@@ -76,9 +71,9 @@ def fit(
         devices=devices,
         max_epochs=2,
         limit_val_batches=0,
+        callbacks=[SaveAt(save_at, out / "middle.ckpt")],
     )
     module = Noting()
-    module.save_at = save_at
     trainer.fit(module, data, ckpt_path=checkpoint, **weights_only(checkpoint and False))
     trainer.save_checkpoint(out / "final.ckpt")
     state = torch.load(out / "final.ckpt", weights_only=True)["state_dict"]

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.callbacks import StepSeeder
 from tests.contract.strategies.test_weighted_items import whole_parameters
-from tests.support.models import IS_SIMULATED, Points, make_trainer
+from tests.support.models import IS_SIMULATED, Points, SaveAt, make_trainer
 from tests.support.processes import launch
 from tests.support.training import make_strategy
 
@@ -73,18 +73,9 @@ class Dropping(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
-class Stop(Callback):
-    """Saves a checkpoint inside the second epoch, and stops."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(
-        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if (trainer.current_epoch, batch_idx) == (1, STOP):
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
+def stop(path: Path) -> SaveAt:
+    """Save a checkpoint inside the second epoch, and stop."""
+    return SaveAt(STEPS + STOP + 1, path, ends_run=True)
 
 
 def run(
@@ -93,7 +84,7 @@ def run(
     """Train once from beginning to end, and once with an interruption."""
     path = out / "some.ckpt"
     results: list[dict[str, Any]] = []
-    for extra, resumed in ([], None), ([Stop(path)], None), ([], path):
+    for extra, resumed in ([], None), ([stop(path)], None), ([], path):
         torch.manual_seed(3)
         callbacks: list[Callback] = [*extra]
         chosen: Any = strategy
@@ -201,7 +192,7 @@ def test_masks_of_a_compiled_module_differ_and_are_resumed(
         [Points(1)[0]] * (STEPS * 8), store_dir=tmp_path / "stores", batch_size=8
     )
     losses: list[list[float]] = []
-    for callbacks, resumed in ([], None), ([Stop(path)], None), ([], path):
+    for callbacks, resumed in ([], None), ([stop(path)], None), ([], path):
         torch.manual_seed(3)
         module = Compiled()
         trainer = make_trainer(

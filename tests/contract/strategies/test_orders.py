@@ -27,7 +27,7 @@ from tests.support.datasets import (
     mixed_sets,
     windows_in,
 )
-from tests.support.models import CombinedData, Points, make_trainer, weights
+from tests.support.models import CombinedData, Points, SaveAt, make_trainer, weights
 from tests.support.processes import launch, sorted_steps
 from tests.support.training import make_strategy
 
@@ -47,14 +47,11 @@ class Noting(L.LightningModule):
     Args:
         read: Returns the names of the rows of a batch, once their fields are seen to be right, and
             numbers of shape (B, 4).
-        save_at: The step after which a checkpoint is saved.
     """
 
-    def __init__(
-        self, read: Callable[[Any], tuple[list[Any], Tensor]], save_at: int | None
-    ) -> None:
+    def __init__(self, read: Callable[[Any], tuple[list[Any], Tensor]]) -> None:
         super().__init__()
-        self.read, self.save_at = read, save_at
+        self.read = read
         self.net = nn.Linear(4, 1)
         with torch.no_grad():
             self.net.weight.copy_(torch.tensor([[0.3, -0.2, 0.1, 0.2]]))
@@ -65,10 +62,6 @@ class Noting(L.LightningModule):
         names, numbers = self.read(batch)
         self.seen.append(names)
         return nn.functional.mse_loss(self.net(numbers), numbers.sum(1, keepdim=True))
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.global_step == self.save_at:
-            self.trainer.save_checkpoint(Path(self.trainer.default_root_dir, "middle.ckpt"))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=0.05)
@@ -220,8 +213,9 @@ def fit(
         devices=devices,
         max_epochs=EPOCHS,
         limit_val_batches=0,
+        callbacks=[SaveAt(save_at, out / case / "middle.ckpt")],
     )
-    module = Noting(read, save_at)
+    module = Noting(read)
     data = make_data(out / case / "stores", GLOBAL_BATCH // devices)
     trainer.fit(module, data, ckpt_path=ckpt_path)
     return {"seen": module.seen, "weights": weights(module)}
