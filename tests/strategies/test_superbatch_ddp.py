@@ -20,7 +20,7 @@ from tests.support.models import (
     make_trainer,
     weights,
 )
-from tests.support.processes import in_processes, launch, mean_losses, sorted_steps
+from tests.support.processes import each_case, in_processes, launch, mean_losses, sorted_steps
 from tests.support.training import fit_and_test, make_strategy
 
 pytestmark = [pytest.mark.slow]
@@ -197,26 +197,26 @@ def test_parameters_that_a_step_does_not_use_raise_an_error_with_the_option(tmp_
         make_trainer(tmp_path, devices=2, **BY_TWO).fit(TwoOptimizers(), data)
 
 
-@pytest.mark.parametrize("toggles", [False, True], ids=["logs", "toggles optimizers"])
 @in_processes(2)
-def test_compiled_module_trains_and_logs_as_it_is(tmp_path: Path, toggles: bool) -> None:
-    found = []
-    for is_compiled in (False, True):
-        torch.manual_seed(0)
-        module = TwoOptimizers() if toggles else Regression()
-        strategy = SuperBatchDDPStrategy(find_unused_parameters=toggles)
-        data = MemmapDataModule(Points(ROWS), store_dir=tmp_path / "stores", batch_size=4)
-        options = {"strategy": strategy, "max_epochs": 2, "precision": "64-true"}
-        trainer = make_trainer(tmp_path, devices=2, **options)
-        target: Any = torch.compile(module, backend="eager") if is_compiled else module
-        trainer.fit(target, data)
-        assert "log" not in vars(module)
-        logged = {key: value.item() for key, value in trainer.callback_metrics.items()}
-        found.append((weights(module), logged))
-    (plain, plain_logged), (compiled, compiled_logged) = found
-    torch.testing.assert_close(compiled, plain, rtol=0, atol=1e-12)
-    assert compiled_logged == pytest.approx(plain_logged, abs=1e-6)
-    assert compiled_logged.keys() >= {"train_loss"}
+def test_compiled_module_trains_logs_and_toggles_optimizers_as_it_is(tmp_path: Path) -> None:
+    for _, kind in each_case([Regression, TwoOptimizers]):
+        found = []
+        for is_compiled in (False, True):
+            torch.manual_seed(0)
+            module = kind()
+            strategy = SuperBatchDDPStrategy(find_unused_parameters=kind is TwoOptimizers)
+            data = MemmapDataModule(Points(ROWS), store_dir=tmp_path / "stores", batch_size=4)
+            options = {"strategy": strategy, "max_epochs": 2, "precision": "64-true"}
+            trainer = make_trainer(tmp_path, devices=2, **options)
+            target: Any = torch.compile(module, backend="eager") if is_compiled else module
+            trainer.fit(target, data)
+            assert "log" not in vars(module)
+            logged = {key: value.item() for key, value in trainer.callback_metrics.items()}
+            found.append((weights(module), logged))
+        (plain, plain_logged), (compiled, compiled_logged) = found
+        torch.testing.assert_close(compiled, plain, rtol=0, atol=1e-12)
+        assert compiled_logged == pytest.approx(plain_logged, abs=1e-6)
+        assert compiled_logged.keys() >= {"train_loss"}
 
 
 def test_every_device_trains_by_default(tmp_path: Path) -> None:

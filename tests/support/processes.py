@@ -13,12 +13,12 @@ import pickle
 import signal
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ from tests.support.rows import make_sampler, order_rows
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240
+Case = TypeVar("Case")
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,14 @@ def _kill_session(program: "subprocess.Popen[bytes]") -> None:
 
 def _report(logs: list[Path]) -> str:
     return "\n".join(f"--- {log.name}\n{log.read_text()[-6000:]}" for log in logs)
+
+
+def each_case(cases: Iterable[Case]) -> Iterator[tuple[int, Case]]:
+    """Number the cases that the processes of one test go through, and print each: the last one in
+    the log of a test that fails is the one that failed."""
+    for number, case in enumerate(cases):
+        print(f"case {number}: {case}", flush=True)
+        yield number, case
 
 
 def free_port() -> int:

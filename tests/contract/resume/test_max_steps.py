@@ -127,7 +127,8 @@ VALIDATIONS: list[dict[str, Any]] = [
     {"validates": True},
     {"validates": True, "val_check_interval": 3},
 ]
-STOPS = (1, 3, 4, 8, 9, 10, 18, 22)
+#: For savers other than the default, every second one.
+STOPS = (1, 3, 8, 9, 18, 10, 22, 4)
 CASES = [
     pytest.param(saver, interval, id=f"{saver} {interval}")
     for saver in SAVERS
@@ -145,7 +146,7 @@ def test_fit_that_max_steps_ended_is_resumed_as_if_it_had_not(
     by_steps = fit(tmp_path, **ENDS[0], **options)
     check(whole, by_steps, 0)
     checked = set()
-    for stop in STOPS:
+    for stop in STOPS if saver == "default" else STOPS[1::2]:
         saved = tmp_path / str(stop)
         callbacks = [SAVERS[saver](saved)]
         fit(tmp_path, max_epochs=-1, max_steps=stop, callbacks=callbacks, **options)

@@ -18,6 +18,7 @@ from tests.support.models import (
     weights,
 )
 from tests.support.processes import (
+    each_case,
     expected_batches,
     global_batches,
     launch,
@@ -58,12 +59,29 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return launch(fit_and_test, out, processes=1, **options)[0]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_ddp_has_global_batches_and_weights_of_one_process(
-    tmp_path: Path, one_process: dict[str, Any], size: int
-) -> None:
-    options = {"strategy": "ddp", "devices": size, "batch_size": GLOBAL_BATCH // size, "rows": 160}
-    ranks = launch(fit_and_test, tmp_path, processes=size, **options)
+#: By name, fits of two processes.
+IN_TWO_PROCESSES: dict[str, dict[str, Any]] = {
+    "whole": {"rows": 160},
+    # The last step of epoch 0, and two of epoch 1.
+    "skipped": {"rows": 160, "skip_steps": [9, 13, 14]},
+    "151 rows": {"rows": 151},
+    "149 rows": {"rows": 149},
+}
+
+
+def fit_each(out: Path) -> dict[str, Any]:
+    return {
+        name: fit_and_test(out / name, "ddp", 2, GLOBAL_BATCH // 2, **options)
+        for _, (name, options) in each_case(IN_TWO_PROCESSES.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return launch(fit_each, tmp_path_factory.mktemp("two"), processes=2)
+
+
+def assert_as_one_process(ranks: list[dict[str, Any]], one_process: dict[str, Any]) -> None:
     assert global_batches([r["seen"]["train"] for r in ranks]) == one_process["seen"]["train"]
     expected = mean_losses([one_process])
     torch.testing.assert_close(mean_losses(ranks), expected, rtol=1e-6, atol=1e-6)
@@ -73,21 +91,35 @@ def test_ddp_has_global_batches_and_weights_of_one_process(
         assert rank["test_mean"] == pytest.approx(one_process["test_mean"], abs=1e-6)
 
 
-def test_ddp_leaves_out_the_steps_that_one_process_leaves_out(
+def test_ddp_of_two_has_global_batches_and_weights_of_one_process(
+    two: list[dict[str, Any]], one_process: dict[str, Any]
+) -> None:
+    assert_as_one_process([rank["whole"] for rank in two], one_process)
+
+
+def test_ddp_of_four_has_global_batches_and_weights_of_one_process(
     tmp_path: Path, one_process: dict[str, Any]
 ) -> None:
-    # The last step of epoch 0, and two of epoch 1.
-    options = {"strategy": "ddp", "devices": 2, "batch_size": 8, "rows": 160}
-    ranks = launch(fit_and_test, tmp_path, processes=2, skip_steps=[9, 13, 14], **options)
+    options = {"strategy": "ddp", "devices": 4, "batch_size": GLOBAL_BATCH // 4, "rows": 160}
+    ranks = launch(fit_and_test, tmp_path, processes=4, **options)
+    assert_as_one_process(ranks, one_process)
+
+
+def test_ddp_leaves_out_the_steps_that_one_process_leaves_out(
+    two: list[dict[str, Any]], one_process: dict[str, Any]
+) -> None:
+    ranks = [rank["skipped"] for rank in two]
     whole = one_process["seen"]["train"]
-    kept = [step for step in range(20) if step not in (9, 13, 14)]
+    skipped = IN_TWO_PROCESSES["skipped"]["skip_steps"]
+    kept = [step for step in range(20) if step not in skipped]
     assert global_batches([r["seen"]["train"] for r in ranks]) == [whole[step] for step in kept]
 
 
 @pytest.mark.parametrize("rows", [151, 149])
-def test_ddp_uneven_rows_each_row_once_and_equal_steps(tmp_path: Path, rows: int) -> None:
-    options = {"strategy": "ddp", "devices": 2, "batch_size": 8, "rows": rows}
-    ranks = launch(fit_and_test, tmp_path, processes=2, **options)
+def test_ddp_uneven_rows_each_row_once_and_equal_steps(
+    two: list[dict[str, Any]], rows: int
+) -> None:
+    ranks = [rank[f"{rows} rows"] for rank in two]
     # Where a step begins at an odd position, rank 1 has its first row: the sets are compared.
     expected = [*expected_batches(rows, GLOBAL_BATCH, 0), *expected_batches(rows, GLOBAL_BATCH, 1)]
     assert sorted_steps([r["seen"]["train"] for r in ranks]) == sorted_steps([expected])

@@ -22,7 +22,7 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.callbacks import StepSeeder
 from tests.contract.strategies.test_weighted_items import whole_parameters
 from tests.support.models import IS_SIMULATED, Points, SaveAt, make_trainer
-from tests.support.processes import launch
+from tests.support.processes import each_case, launch
 from tests.support.training import make_strategy
 
 STEPS, STOP = 6, 2
@@ -210,28 +210,29 @@ def test_masks_of_a_compiled_module_differ_and_are_resumed(
     assert losses[2] == losses[0][STEPS + STOP + 1 :]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "options"),
-    [
-        ("memmap_superbatch_ddp", None),
-        ("memmap_fsdp2", None),
-        ("memmap_pipeline", {"data_parallel_size": 2}),
-    ],
-)
-def test_masks_of_two_ranks_differ(
-    tmp_path: Path, strategy: str, options: dict[str, Any] | None
-) -> None:
-    ranks = launch(
-        run,
-        tmp_path,
-        processes=2,
-        strategy=strategy,
-        devices=2,
-        strategy_options=options,
-    )
-    for rank in ranks:
-        check_resumed(rank)
-    check_all_differ([masks for rank in ranks for masks in rank["whole"]["masks"].values()])
+#: By name, the options of strategies of two processes.
+IN_TWO_PROCESSES: dict[str, dict[str, Any] | None] = {
+    "memmap_superbatch_ddp": None,
+    "memmap_fsdp2": None,
+    "memmap_pipeline": {"data_parallel_size": 2},
+}
+
+
+def run_each(out: Path) -> dict[str, Any]:
+    """Train under each strategy of two processes."""
+    return {
+        name: run(out / name, name, 2, options)
+        for _, (name, options) in each_case(IN_TWO_PROCESSES.items())
+    }
+
+
+def test_masks_of_two_ranks_differ(tmp_path: Path) -> None:
+    ranks = launch(run_each, tmp_path, processes=2)
+    for name in IN_TWO_PROCESSES:
+        results = [rank[name] for rank in ranks]
+        for result in results:
+            check_resumed(result)
+        check_all_differ([masks for r in results for masks in r["whole"]["masks"].values()])
 
 
 def test_masks_are_equal_within_a_tensor_parallel_group(tmp_path: Path) -> None:

@@ -3,13 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
 from tests.support.models import Points, Regression, make_trainer
-from tests.support.processes import launch
+from tests.support.processes import each_case, in_processes
 from tests.support.training import make_strategy
 
 #: Neither two nor four processes divide them, nor the rows of their last steps.
@@ -54,20 +53,17 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize(
-    ("strategy", "processes", "batch_size", "options"),
-    [
-        ("memmap_superbatch_ddp", 2, 6, None),
-        ("memmap_fsdp2", 2, 6, None),
-        ("memmap_pipeline", 2, 12, None),
-        ("memmap_pipeline", 4, 6, {"data_parallel_size": 2}),
-    ],
-)
-def test_means_over_an_epoch_are_exact(
-    tmp_path: Path, strategy: str, processes: int, batch_size: int, options: dict[str, Any] | None
-) -> None:
-    data = {"strategy": strategy, "batch_size": batch_size, "options": options}
-    launch(check_means, tmp_path, processes=processes, devices=processes, **data)
+@in_processes(2)
+def test_means_over_an_epoch_are_exact(tmp_path: Path) -> None:
+    for _, (strategy, batch_size) in each_case(
+        [("memmap_superbatch_ddp", 6), ("memmap_fsdp2", 6), ("memmap_pipeline", 12)]
+    ):
+        check_means(tmp_path, strategy, 2, batch_size, None)
+
+
+@in_processes(4)
+def test_means_over_an_epoch_of_two_pipelines_are_exact(tmp_path: Path) -> None:
+    check_means(tmp_path, "memmap_pipeline", 4, 6, {"data_parallel_size": 2})
 
 
 def check_means(

@@ -1,5 +1,6 @@
 """Callbacks that freeze and thaw parameters train the weights of one process."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
 from tests.support.models import Points, Regression, make_trainer, weights
-from tests.support.processes import in_processes
+from tests.support.processes import each_case, in_processes
 from tests.support.training import make_strategy
 
 ROWS = 51
@@ -131,16 +132,16 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("callback", CALLBACKS)
-@pytest.mark.parametrize("strategy", ["memmap_superbatch_ddp", "memmap_fsdp2"])
 @in_processes(2)
 def test_thawed_parameters_train_as_on_one_process(
-    tmp_path: Path, one: dict[str, dict[str, Any]], strategy: str, callback: str
+    tmp_path: Path, one: dict[str, dict[str, Any]]
 ) -> None:
-    found = fit(tmp_path, strategy, 2, callback, trainer_options=ACCUMULATED.get(callback))
-    expected = one[callback]["weights"]
-    torch.testing.assert_close(found["weights"], expected, rtol=0, atol=2e-6)
-    assert not torch.allclose(expected, one[callback]["begin"], rtol=0, atol=1e-2)
+    strategies = "memmap_superbatch_ddp", "memmap_fsdp2"
+    for _, (strategy, callback) in each_case(product(strategies, CALLBACKS)):
+        found = fit(tmp_path, strategy, 2, callback, trainer_options=ACCUMULATED.get(callback))
+        expected = one[callback]["weights"]
+        torch.testing.assert_close(found["weights"], expected, rtol=0, atol=2e-6)
+        assert not torch.allclose(expected, one[callback]["begin"], rtol=0, atol=1e-2)
 
 
 @in_processes(2)

@@ -13,7 +13,7 @@ from lightning_memmap.results import RowLog, read_row_results
 from lightning_memmap.sampling import KFold
 from tests.support.documents import KEYS, PerDocument, check_documents, make_packs
 from tests.support.models import Points, Regression, make_trainer
-from tests.support.processes import in_processes, launch
+from tests.support.processes import each_case, in_processes, launch
 from tests.support.training import make_strategy
 
 NUM_ROWS = 61
@@ -110,26 +110,23 @@ def test_logged_rows_in_one_process_equal_rows_computed_alone(
     fit_fold(tmp_path, strategy, 2, **options)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "options"),
-    [
-        ("memmap_superbatch_ddp", {}),
-        ("ddp", {}),
-        ("memmap_fsdp2", {}),
-        ("memmap_fsdp2", {"accumulate_grad_batches": 3}),
-        ("memmap_pipeline", {}),
-        ("memmap_pipeline", {"accumulate_grad_batches": 3}),
-        ("memmap_pipeline", {"precision": "bf16-mixed"}),
-        ("memmap_pipeline", {"strategy_options": {"schedule": "gpipe", "num_microbatches": 3}}),
-        ("memmap_pipeline", {"strategy_options": {"data_parallel_size": 2}}),
-    ],
-    ids=str,
-)
+IN_TWO_PROCESSES: list[tuple[str, dict[str, Any]]] = [
+    ("memmap_superbatch_ddp", {}),
+    ("ddp", {}),
+    ("memmap_fsdp2", {}),
+    ("memmap_fsdp2", {"accumulate_grad_batches": 3}),
+    ("memmap_pipeline", {}),
+    ("memmap_pipeline", {"accumulate_grad_batches": 3}),
+    ("memmap_pipeline", {"precision": "bf16-mixed"}),
+    ("memmap_pipeline", {"strategy_options": {"schedule": "gpipe", "num_microbatches": 3}}),
+    ("memmap_pipeline", {"strategy_options": {"data_parallel_size": 2}}),
+]
+
+
 @in_processes(2)
-def test_logged_rows_of_two_processes_equal_rows_computed_alone(
-    tmp_path: Path, strategy: str, options: dict[str, Any]
-) -> None:
-    fit_fold(tmp_path, strategy, 2, **options)
+def test_logged_rows_of_two_processes_equal_rows_computed_alone(tmp_path: Path) -> None:
+    for number, (strategy, options) in each_case(IN_TWO_PROCESSES):
+        fit_fold(tmp_path / str(number), strategy, 2, **options)
 
 
 @pytest.mark.slow
@@ -164,7 +161,7 @@ def test_documents_in_one_process_have_a_value_each(tmp_path: Path, strategy: st
     fit_packed(tmp_path, strategy, 2)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "memmap_superbatch_ddp", "memmap_fsdp2"])
 @in_processes(2)
-def test_documents_of_two_processes_have_a_value_each(tmp_path: Path, strategy: str) -> None:
-    fit_packed(tmp_path, strategy, 2)
+def test_documents_of_two_processes_have_a_value_each(tmp_path: Path) -> None:
+    for _, strategy in each_case(["ddp", "memmap_superbatch_ddp", "memmap_fsdp2"]):
+        fit_packed(tmp_path / strategy, strategy, 2)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_memmap import MemmapDataModule
 from tests.support.models import Points, Regression, make_trainer
-from tests.support.processes import in_processes
+from tests.support.processes import each_case, in_processes
 from tests.support.training import make_strategy
 
 ROWS = 58
@@ -121,20 +121,18 @@ def assert_as_one(found: dict[str, Any], one: dict[str, Any]) -> None:
             assert not torch.allclose(expected, begin[name], rtol=0, atol=0.05)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "options"),
-    [
-        ("memmap_fsdp2", None),
-        ("memmap_fsdp2", {"reshard_after_forward": False, "min_unit_parameters": 1}),
-        ("memmap_fsdp2", {"reshard_after_forward": True}),
-        ("memmap_superbatch_ddp", {"find_unused_parameters": True}),
-    ],
-)
+IN_TWO_PROCESSES: list[tuple[str, dict[str, Any] | None]] = [
+    ("memmap_fsdp2", None),
+    ("memmap_fsdp2", {"reshard_after_forward": False, "min_unit_parameters": 1}),
+    ("memmap_fsdp2", {"reshard_after_forward": True}),
+    ("memmap_superbatch_ddp", {"find_unused_parameters": True}),
+]
+
+
 @in_processes(2)
-def test_toggled_optimizers_train_as_on_one_process(
-    tmp_path: Path, one: dict[str, Any], strategy: str, options: dict[str, Any] | None
-) -> None:
-    assert_as_one(fit(tmp_path, strategy, 2, KINDS, options), one)
+def test_toggled_optimizers_train_as_on_one_process(tmp_path: Path, one: dict[str, Any]) -> None:
+    for _, (strategy, options) in each_case(IN_TWO_PROCESSES):
+        assert_as_one(fit(tmp_path, strategy, 2, KINDS, options), one)
 
 
 @pytest.mark.parametrize("strategy", ["memmap_superbatch", "memmap_model_parallel"])

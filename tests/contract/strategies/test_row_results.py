@@ -19,7 +19,7 @@ from lightning_memmap.ranks import gather_from_ranks
 from lightning_memmap.results import Results, read_row_results
 from lightning_memmap.sampling import RandomSplit, Weighted
 from tests.support.models import Points, Regression, make_trainer
-from tests.support.processes import in_processes, launch
+from tests.support.processes import each_case, in_processes, launch
 
 
 class PerRow(Regression):
@@ -168,12 +168,10 @@ def _losses() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("strategy", ["memmap_superbatch_ddp", "ddp", "memmap_fsdp2"])
 @in_processes(2)
-def test_row_results_of_two_processes_equal_rows_computed_alone(
-    tmp_path: Path, strategy: str
-) -> None:
-    assert_complete(under(tmp_path, strategy, 2))
+def test_row_results_of_two_processes_equal_rows_computed_alone(tmp_path: Path) -> None:
+    for _, strategy in each_case(["memmap_superbatch_ddp", "ddp", "memmap_fsdp2"]):
+        assert_complete(under(tmp_path, strategy, 2))
 
 
 def test_row_that_is_drawn_twice_has_the_value_of_one_process(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
 from tests.support.models import make_trainer
-from tests.support.processes import launch
+from tests.support.processes import each_case, launch
 from tests.support.training import make_strategy
 
 #: Steps of 12 rows, the last one of 11. Three at a time, the last is alone.
@@ -214,37 +214,40 @@ def test_step_of_one_process_is_the_mean_over_its_items(
     check(result, plain, clip=clip)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "processes", "options"),
-    [
-        ("memmap_superbatch_ddp", 2, {}),
-        ("memmap_superbatch_ddp", 2, {"clip": 0.2}),
-        ("memmap_fsdp2", 2, {}),
-        ("memmap_fsdp2", 2, {"clip": 0.2}),
-        ("memmap_pipeline", 2, {"data_devices": 1}),
-        pytest.param("memmap_superbatch_ddp", 4, {}, marks=pytest.mark.slow),
-        pytest.param("memmap_fsdp2", 4, {}, marks=pytest.mark.slow),
-        pytest.param(
+IN_PROCESSES: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    2: [
+        ("memmap_superbatch_ddp", {}),
+        ("memmap_superbatch_ddp", {"clip": 0.2}),
+        ("memmap_fsdp2", {}),
+        ("memmap_fsdp2", {"clip": 0.2}),
+        ("memmap_pipeline", {"data_devices": 1}),
+    ],
+    4: [
+        ("memmap_superbatch_ddp", {}),
+        ("memmap_fsdp2", {}),
+        (
             "memmap_pipeline",
-            4,
             {"data_devices": 2, "strategy_options": {"data_parallel_size": 2}},
-            marks=pytest.mark.slow,
         ),
     ],
-)
+}
+
+
+def run_each(out: Path, number: int) -> dict[str, Any]:
+    """Train under each strategy of so many processes."""
+    return {
+        str(case): run(out, strategy, number, **options)
+        for case, (strategy, options) in each_case(IN_PROCESSES[number])
+    }
+
+
+@pytest.mark.parametrize("number", IN_PROCESSES)
 def test_step_of_several_processes_is_the_mean_over_all_items(
-    tmp_path: Path, plain: Any, strategy: str, processes: int, options: dict[str, Any]
+    tmp_path: Path, plain: Any, number: int
 ) -> None:
-    ranks = launch(
-        run,
-        tmp_path,
-        processes=processes,
-        strategy=strategy,
-        devices=processes,
-        **options,
-    )
-    for rank in ranks:
-        check(rank, plain, clip=options.get("clip"))
+    for rank in launch(run_each, tmp_path, processes=number, number=number):
+        for case, (_, options) in enumerate(IN_PROCESSES[number]):
+            check(rank[str(case)], plain, clip=options.get("clip"))
 
 
 def loop(out: Path, devices: int) -> dict[str, Any]:
