@@ -191,7 +191,7 @@ def main(
     order: Any = data.order
     losses = trainer.validate(model, datamodule=data, verbose=False)[0]
     if trainer.is_global_zero:
-        print(f"{order.num_positions} packs, {order.unused:.1%} of them padding")
+        print(f"{order.num_positions} packs, {order.padding_fraction:.1%} of them padding")
         for name, value in losses.items():
             print(f"{name} {value:.6f}")
 

@@ -6,6 +6,7 @@ Groups are described by their sizes. Of 6 elements in groups of 3, 0, 1 and 2::
     bounds_of        0 3 3 4 6
     group_of         0 0 0 2 3 3
     index_in_group   0 1 2 0 0 1
+    elements_of      4 5 0 1 2      of the groups 3 and 0
 """
 
 from typing import Any, NamedTuple, TypeAlias, overload
@@ -52,6 +53,11 @@ def group_of(sizes: ArrayLike) -> Integers:
 def index_in_group(sizes: Integers) -> Integers:
     """Return the index of each element in its group, int64 of shape (elements,)."""
     return ranges(np.zeros_like(sizes), sizes)
+
+
+def elements_of(groups: Integers, sizes: Integers) -> Integers:
+    """Return the indices of all elements of some groups, group after group."""
+    return ranges(starts_of(sizes)[groups], sizes[groups])
 
 
 def group_sums(values: NDArray[Any], sizes: ArrayLike) -> NDArray[Any]:

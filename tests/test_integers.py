@@ -6,6 +6,7 @@ from lightning_memmap.integers import (
     ceil_div,
     differs_from_previous,
     distinct,
+    elements_of,
     group_of,
     group_sums,
     index_in_group,
@@ -22,6 +23,7 @@ def test_groups_are_described_as_in_the_worked_example() -> None:
     assert bounds_of(SIZES).tolist() == [0, 3, 3, 4, 6]
     assert group_of(SIZES).tolist() == [0, 0, 0, 2, 3, 3]
     assert index_in_group(SIZES).tolist() == [0, 1, 2, 0, 0, 1]
+    assert elements_of(np.array([3, 0]), SIZES).tolist() == [4, 5, 0, 1, 2]
     assert bounds_of([]).tolist() == [0]
 
 

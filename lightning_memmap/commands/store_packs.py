@@ -33,12 +33,12 @@ def describe_packs(stores: Mapping[str, Store], pack: str) -> list[Text]:
         num_long = int(np.count_nonzero(store.lengths(field) > length))
         packed = Packed(field, length, overflow="split" if num_long else "error")
         order = packed.make(Pool.of(store.rows(), store.num_shards), 0, store)
-        per_pack = order.documents.counts.sum() / order.num_positions
+        per_pack = order.documents.documents_per_group.sum() / order.num_positions
         words = (
             f"{name}: {store.num_rows:,} rows fill {order.num_positions:,} packs of {length:,}"
-            f" tokens, {per_pack:.1f} documents each; {order.unused:.1%} is unused."
+            f" tokens, {per_pack:.1f} documents each; {order.padding_fraction:.1%} is unused."
         )
         if num_long:
             words += f" {num_long:,} rows are longer: choose their overflow, here 'split'."
-        notes.append(text(words, GOOD if order.unused <= _LITTLE_PADDING else UNSURE))
+        notes.append(text(words, GOOD if order.padding_fraction <= _LITTLE_PADDING else UNSURE))
     return notes

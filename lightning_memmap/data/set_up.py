@@ -134,7 +134,8 @@ class Planner:
         is_evaluated = split != "train" or self.is_overfitting
         packed = maker.stages[0] if isinstance(maker, Curriculum) else maker
         if isinstance(packed, Packed) and is_evaluated:
-            return packed.make_fixed(split, pool, make_fields(store, rows), block)
+            fields = make_fields(store, rows)
+            return packed.make_evaluated(pool, fields, split == "predict", block)
         if is_evaluated or not options.shuffle:
             return SequentialSampler(pool, shuffle_block=block)
         if maker is None:

@@ -124,7 +124,7 @@ def image_decoders(store: Store, decode: Mapping[str, Decode]) -> dict[int, Imag
 
 def decode_rows(rows: VariableRows, form: Decode) -> Tensor | Scaled:
     """Decode the images in rows one by one, to the size of the first or of the form."""
-    images = np.split(rows.packed().numpy(), np.cumsum(rows.lengths)[:-1])
+    images = np.split(rows.concatenated().numpy(), np.cumsum(rows.lengths)[:-1])
     decoder = ImageDecoder.like(rows.field.name, form, images[0])
     pixels = torch.empty((len(images), *decoder.shape), dtype=torch.uint8)
     geometry = torch.empty((len(images), 3))

@@ -232,7 +232,7 @@ class SeriesSlots:
     @cached_property
     def _by_start(self) -> dict[str, list[Tensor]]:
         """By device: starts and rows of the series that are held, in the order of starts."""
-        series = np.flatnonzero((self.rows >= 0) & (self.windows.counts > 0))
+        series = np.flatnonzero((self.rows >= 0) & (self.windows.windows_per_series > 0))
         series = series[np.argsort(self.starts[series])]
         tensors = [torch.from_numpy(values[series]) for values in (self.starts, self.rows)]
         return {

@@ -66,11 +66,11 @@ class PackedSource(RowSource):
     ) -> list[Leaf]:
         """Fetch the documents of packs; see `Take`."""
         pieces = sampler.pieces(epoch, slots.numpy())
-        positions = np.repeat(slots.numpy(), pieces.counts)
+        positions = np.repeat(slots.numpy(), pieces.documents_per_pack)
         order = cast(Sampler, _Documents(sampler, pieces, positions))
         located = self._source.locate(order, epoch, positions)
         leaves = take(torch.from_numpy(located), None, _cut(pieces, sampler))
-        return [PackedRows(cast(Any, leaf), pieces.counts) for leaf in leaves]
+        return [PackedRows(cast(Any, leaf), pieces.documents_per_pack) for leaf in leaves]
 
 
 class _Documents:

@@ -97,7 +97,7 @@ class VariableRows:
     starts: Integers  # The first item of each row, (B,).
     sizes: Integers  # The sizes of each row in the ``k`` dimensions that differ, (B, k).
     widths: tuple[int, ...]  # The largest sizes among the rows of the step on all data devices.
-    is_packed: bool = False  # Whether the rows are contiguous, in memory that only they use.
+    is_contiguous: bool = False  # Whether the rows are contiguous, in memory that only they use.
     allocate: Allocate = new_memory  # Allocates memory for copies of rows on a CPU.
     fetch: "Fetch | None" = None  # These rows and the rows of other steps fetched with them.
     step: int = 0  # The step of the fetch.
@@ -132,8 +132,8 @@ class VariableRows:
     def __getitem__(self, rows: slice | Integers) -> "VariableRows":
         starts = self.starts[rows]
         sizes = self.sizes[rows]
-        is_packed = self.is_packed and isinstance(rows, slice) and rows.step in (None, 1)
-        return self.replaced(starts=starts, sizes=sizes, is_packed=is_packed, fetch=None)
+        is_contiguous = self.is_contiguous and isinstance(rows, slice) and rows.step in (None, 1)
+        return self.replaced(starts=starts, sizes=sizes, is_contiguous=is_contiguous, fetch=None)
 
     def split_with_sizes(self, sizes: Sequence[int]) -> "list[VariableRows]":
         """Split the rows into parts, such as steps, with the widths of each part."""
@@ -157,7 +157,7 @@ class VariableRows:
         ]
 
     def to(self, device: torch.device) -> "VariableRows":
-        """Return the rows on another device: packed first, then sent. Text stays on the CPU."""
+        """Return the rows on another device, concatenated before they are sent. Text stays here."""
         if self.device == device or self.field.is_text:
             return self
         pin = self.device.type == "cpu" and has_streams(device)
@@ -167,14 +167,16 @@ class VariableRows:
     def copied(self) -> "VariableRows":
         """Return the rows in contiguous memory that only they use."""
         starts = starts_of(self.lengths)
-        return self.replaced(items=self.packed(), starts=starts, is_packed=True, fetch=None)
+        return self.replaced(
+            items=self.concatenated(), starts=starts, is_contiguous=True, fetch=None
+        )
 
-    def packed(self) -> Tensor:
+    def concatenated(self) -> Tensor:
         """Return the items of the rows, concatenated, of shape (items, *item shape)."""
         lengths = self.lengths
         stops = np.cumsum(lengths)
         total = int(stops[-1]) if len(stops) else 0
-        if self.is_packed and total:
+        if self.is_contiguous and total:
             first = int(self.starts[0])
             return self.items[first : first + total]
         if self.device.type != "cpu":
@@ -187,10 +189,10 @@ class VariableRows:
         )
         return memory.view(self.field.dtype).view(total, *self.field.item_shape)
 
-    def packed_together(self) -> Tensor:
-        """Return `packed`, copied together with the rows of other small steps."""
-        if self.fetch is None or self.is_packed:
-            return self.packed()
+    def concatenated_with_neighbours(self) -> Tensor:
+        """Return `concatenated`, copied together with the rows of other small steps."""
+        if self.fetch is None or self.is_contiguous:
+            return self.concatenated()
         return self.fetch.of_step(self.step, self.allocate, None)
 
     def padded(self, value: float, multiple: int) -> Padded:
@@ -255,17 +257,17 @@ class VariableRows:
     def jagged(self) -> Tensor:
         """Return a nested tensor of the rows."""
         offsets = send(torch.from_numpy(bounds_of(self.lengths)), self.device)
-        return jagged_tensor(self.packed_together(), offsets)
+        return jagged_tensor(self.concatenated_with_neighbours(), offsets)
 
     def listed(self) -> RowList:
         """Return a tensor, or a text, for each row."""
-        packed = self.packed_together()
+        items = self.concatenated_with_neighbours()
         field = self.field
         if field.is_text:
-            data = packed.numpy().tobytes()
+            data = items.numpy().tobytes()
             bounds = pairwise([0, *np.cumsum(self.lengths).tolist()])
             return RowList(field.decode(data[start:stop]) for start, stop in bounds)
-        rows = packed.split_with_sizes(self.lengths.tolist())
+        rows = items.split_with_sizes(self.lengths.tolist())
         if self.sizes.shape[1] > 1:
             sizes = self.sizes.tolist()
             pairs = zip(rows, sizes, strict=True)
@@ -288,8 +290,8 @@ class VariableRows:
 class Fetch:
     """Rows of several steps that were fetched together, with a cache of their last layout.
 
-    Small steps are packed or padded together, because a call costs as much for one step as for
-    many.
+    Small steps are concatenated or padded together, because a call costs as much for one step as
+    for many.
     """
 
     def __init__(self, rows: VariableRows, bounds: Integers, widths: list[tuple[int, ...]]) -> None:
@@ -300,12 +302,12 @@ class Fetch:
         self._cached: dict[int, Tensor] = {}  # The items of some steps in this layout.
 
     def of_step(self, step: int, allocate: Allocate, pad: tuple[float, int] | None) -> Tensor:
-        """Return the items of a step, of shape (items, *item shape): packed, or padded like `Pad`.
+        """Return the items of a step, concatenated or padded: of shape (items, *item shape).
 
         Args:
             step: The index of the step.
             allocate: Allocates the memory.
-            pad: The value and the multiple of the padding; None to pack.
+            pad: The value and the multiple of the padding, as for `Pad`; None to concatenate.
         """
         if self._layout == (allocate, pad) and step in self._cached:
             return self._cached[step]
@@ -325,7 +327,7 @@ class Fetch:
         # Not inference tensors, because inference mode may end before the last of the steps.
         with torch.inference_mode(False):
             if pad is None:
-                items = here.packed()
+                items = here.concatenated()
             else:
                 items = here.padded_each(np.repeat(widths[steps], counts[steps], axis=0), pad[0])
         by_step = items.split_with_sizes(sizes[steps].tolist())
@@ -371,9 +373,9 @@ def joined_rows(parts: Sequence[Tensor | VariableRows]) -> Tensor | VariableRows
     variable = [part for part in parts if isinstance(part, VariableRows)]
     if not variable:
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
-    items = torch.cat([part.packed() for part in variable])
+    items = torch.cat([part.concatenated() for part in variable])
     sizes = np.concatenate([part.sizes for part in variable])
-    return _packed_rows(variable[0].field, items, sizes)
+    return _contiguous_rows(variable[0].field, items, sizes)
 
 
 def rows_in_memory(field: Field, rows: Sequence[Tensor]) -> VariableRows:
@@ -381,12 +383,12 @@ def rows_in_memory(field: Field, rows: Sequence[Tensor]) -> VariableRows:
     items, sizes = Values.from_rows(field, rows)
     assert sizes is not None
     # The dataset may use the memory too.
-    return _packed_rows(field, items, sizes).replaced(is_packed=False)
+    return _contiguous_rows(field, items, sizes).replaced(is_contiguous=False)
 
 
-def _packed_rows(field: Field, items: Tensor, sizes: Integers) -> VariableRows:
+def _contiguous_rows(field: Field, items: Tensor, sizes: Integers) -> VariableRows:
     starts = starts_of(sizes.prod(axis=1))
-    return VariableRows(field, items, starts, sizes, largest(sizes), is_packed=True)
+    return VariableRows(field, items, starts, sizes, largest(sizes), is_contiguous=True)
 
 
 def share_widths(leaves: Sequence[Sequence[Any]]) -> list[list[Any]]:

@@ -20,13 +20,13 @@ from lightning_memmap.errors import ReprAsCall, check_integer
 from lightning_memmap.integers import Integers, ceil_div
 from lightning_memmap.sampling.columns import Column, read_whole_column
 from lightning_memmap.sampling.factory import Fields, SamplerFactory, check_per_row, per_row_array
-from lightning_memmap.sampling.identity import Numbers
+from lightning_memmap.sampling.identity import FrozenArray
 from lightning_memmap.sampling.permutations import (
     Alike,
     Permutation,
+    bit_generator,
     order_within,
     permuted,
-    random_bits,
 )
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import Shards
@@ -93,7 +93,7 @@ class Bucketed(ReprAsCall, SamplerFactory):
         return BucketedSampler(
             pool,
             seed,
-            lengths=Numbers(lengths),
+            lengths=FrozenArray(lengths),
             bucket_size=self.bucket_size,
             num_buckets=self.num_buckets,
         )
@@ -121,7 +121,7 @@ class Bucketed(ReprAsCall, SamplerFactory):
 def _deal(pool: Pool, lengths: NDArray[Any], seed: int) -> Pool:
     """Deal the rows of a pool to its shards by length, like cards, so that all shards are alike."""
     index = Shards(pool.num_rows, pool.num_shards).file_rows(np.arange(pool.num_rows))
-    dealt = index[order_within(lengths[index], random_bits(seed, 0, _DEAL_BITS))]
+    dealt = index[order_within(lengths[index], bit_generator(seed, 0, _DEAL_BITS))]
     shards = [dealt[shard :: pool.num_shards] for shard in range(pool.num_shards)]
     return pool.choose(pool.sizes, np.concatenate(shards))
 
@@ -141,7 +141,7 @@ class BucketedSampler(DrawnSampler):
     # In blocks, whose rows must be close together in the files, shards are the store's instead.
 
     #: By the index in the pool of all rows.
-    lengths: Numbers
+    lengths: FrozenArray
     bucket_size: int
     num_buckets: int
     version: ClassVar[int] = 2
@@ -161,7 +161,7 @@ class BucketedSampler(DrawnSampler):
         if self.pool.chosen is None or num_exchanged == 1 or not num_layers:
             return drawn
         groups = np.arange(num_layers) // num_exchanged
-        bits = random_bits(self.seed, epoch, _SHARD_BITS + shard)
+        bits = bit_generator(self.seed, epoch, _SHARD_BITS + shard)
         drawn[:num_layers] = order_within(groups, bits)
         return drawn
 
@@ -172,7 +172,7 @@ class BucketedSampler(DrawnSampler):
         # All shards have the same order of layers.
         num_layers = max(1, int(self.pool.sizes.min()))
         zero = np.zeros(1, np.int64)
-        order = permuted(np.array([num_layers]), random_bits(self.seed, epoch))
+        order = permuted(np.array([num_layers]), bit_generator(self.seed, epoch))
         layers = order.grid(0, num_layers, zero, zero)
         return Alike(np.append(layers, np.arange(num_layers, self.pool.longest)))
 
@@ -223,6 +223,6 @@ class BucketedSampler(DrawnSampler):
             groups[-1] = self.num_shards
         groups += sections * (self.num_shards + 1)
         ranks = np.empty(num_buckets, np.int64)
-        bits = random_bits(self.seed, epoch, 1)
+        bits = bit_generator(self.seed, epoch, 1)
         ranks[groups.argsort(kind="stable")] = order_within(groups, bits)
         return ranks

@@ -225,8 +225,8 @@ class PackedCurriculumSampler(PackedSampler):
 
     @property
     @override
-    def unused(self) -> float:
-        return self._orders[0].unused
+    def padding_fraction(self) -> float:
+        return self._orders[0].padding_fraction
 
     @property
     @override

@@ -21,15 +21,17 @@ from numpy.typing import NDArray
 from lightning_memmap.integers import (
     Integers,
     Runs,
+    bounds_of,
     ceil_div,
+    elements_of,
     group_of,
     group_sums,
     index_in_group,
     ranges,
     starts_of,
 )
-from lightning_memmap.sampling.identity import Numbers
-from lightning_memmap.sampling.packing import cut_line
+from lightning_memmap.sampling.identity import FrozenArray
+from lightning_memmap.sampling.packing import cut_line, halve_largest
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import Shards
 
@@ -81,42 +83,44 @@ class Documents:
 
     Args:
         lengths: The length of each document by field, group after group, (documents, fields).
-        counts: Documents of each group, int64 of shape (groups,): one per shard, or in blocks, one
-            per shard and block.
+        documents_per_group: int64 of shape (groups,). A group is a shard, or in blocks, a block of
+            a shard.
         rows: The index in the pool of each document's row, or None if each row is a document.
         starts: The first item of each document in its row, or None for 0.
-        streams: A number below the number of groups for each of them, by which its random bits are
-            chosen.
-        set_counts: Documents of each shard and training set, int64 of shape (C, sets), or None.
-        drawn: Documents of each shard and training set in an epoch, or None.
+        random_streams: As for `Packer`, int64 of shape (groups,).
+        documents_per_set: Documents of each shard and training set, int64 of shape (C, sets), or
+            None for a single set.
+        drawn_per_set: Documents of each shard and set that an epoch draws, or None.
         readings: In blocks, how often an epoch reads each training set, of shape (sets,), or None.
             The documents are then counted by shard, and drawn for groups.
     """
 
-    lengths: Numbers
-    counts: Integers
+    lengths: FrozenArray
+    documents_per_group: Integers
     rows: NDArray[Any] | None
     starts: NDArray[Any] | None
-    streams: Integers
-    set_counts: Integers | None = None
-    drawn: Integers | None = None
+    random_streams: Integers
+    documents_per_set: Integers | None = None
+    drawn_per_set: Integers | None = None
     readings: NDArray[np.float64] | None = None
 
     @classmethod
-    def of(cls, lengths: NDArray[Any], sizes: Integers, options: "PackOptions") -> "Documents":
+    def of(
+        cls, lengths: NDArray[Any], rows_per_group: Integers, options: "PackOptions"
+    ) -> "Documents":
         """Make the documents from the lengths of rows, group after group."""
-        streams = np.arange(len(sizes))
+        random_streams = np.arange(len(rows_per_group))
         limit = options.length
         if options.overflow == "truncate":
             lengths = np.minimum(lengths, limit)
         if options.overflow != "split" or not (lengths[:, 0] > limit).any():
-            return cls(Numbers(lengths), sizes, None, None, streams)
+            return cls(FrozenArray(lengths), rows_per_group, None, None, random_streams)
         num_chunks = np.maximum(1, ceil_div(lengths[:, 0].astype(np.int64), limit))
         rows = group_of(num_chunks)
         starts = index_in_group(num_chunks) * limit
-        chunk_lengths = np.minimum(limit, lengths[rows, 0] - starts)[:, None]
-        counts = group_sums(num_chunks, sizes)
-        return cls(Numbers(chunk_lengths.astype(lengths.dtype)), counts, rows, starts, streams)
+        chunk_lengths = np.minimum(limit, lengths[rows, 0] - starts)[:, None].astype(lengths.dtype)
+        chunks_per_group = group_sums(num_chunks, rows_per_group)
+        return cls(FrozenArray(chunk_lengths), chunks_per_group, rows, starts, random_streams)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -132,68 +136,57 @@ class Documents:
     @cached_property
     def group_starts(self) -> Integers:
         """The first document of each group, int64 of shape (groups,)."""
-        return starts_of(self.counts)
+        return starts_of(self.documents_per_group)
+
+    @property
+    def tokens_per_group(self) -> Integers:
+        """Tokens of each group, int64 of shape (groups,)."""
+        return group_sums(self.lengths.array[:, 0], self.documents_per_group)
+
+    @property
+    def drawn_per_group(self) -> Integers:
+        """Documents of each group in an epoch, int64 of shape (groups,)."""
+        drawn = self.drawn_per_set
+        return self.documents_per_group if drawn is None else drawn.sum(axis=1)
 
     def reordered(self, pool: Pool, shards: Integers) -> "tuple[Pool, Documents]":
         """Renumber the shards: shard ``shards[c]`` becomes shard ``c``."""
         assert isinstance(pool.chosen, np.ndarray)
-        index = ranges(pool.starts[shards], pool.sizes[shards])
+        index = elements_of(shards, pool.sizes)
         reordered = pool.choose(pool.sizes[shards], pool.chosen[index])
-        here = ranges(self.group_starts[shards], self.counts[shards])
+        here = elements_of(shards, self.documents_per_group)
         rows = None
         if self.rows is not None:
             moved = np.empty_like(index)
             moved[index] = np.arange(len(index))
             rows = moved[self.rows[here]]
         documents = Documents(
-            Numbers(self.lengths.array[here]),
-            self.counts[shards],
+            FrozenArray(self.lengths.array[here]),
+            self.documents_per_group[shards],
             rows,
             None if self.starts is None else self.starts[here],
-            self.streams[shards],
-            None if self.set_counts is None else self.set_counts[shards],
-            None if self.drawn is None else self.drawn[shards],
+            self.random_streams[shards],
+            None if self.documents_per_set is None else self.documents_per_set[shards],
+            None if self.drawn_per_set is None else self.drawn_per_set[shards],
         )
         return reordered, documents
 
-    @property
-    def num_available(self) -> Integers:
-        """Documents of each group in an epoch, int64 of shape (groups,)."""
-        return self.counts if self.drawn is None else self.drawn.sum(axis=1)
-
-    def with_at_least(self, least: Integers) -> "Documents":
-        """Halve the longest documents of groups that have too few, ``least`` being the fewest."""
-        if (self.counts >= least).all() or self.rows is None or self.starts is None:
+    def halve_longest(self, min_documents: Integers) -> "Documents":
+        """Halve the longest documents of groups that have too few, if they were cut before."""
+        if self.rows is None or self.starts is None:
             return self
-        parts: list[tuple[Any, ...]] = []
-        counts = self.counts.copy()
-        pairs = zip(self.group_starts.tolist(), least.tolist(), strict=True)
-        for group, (start, count) in enumerate(pairs):
-            here = slice(start, start + int(counts[group]))
-            lengths = self.lengths.array[here, 0]
-            rows = self.rows[here]
-            starts = self.starts[here]
-            while len(lengths) < count and lengths.max(initial=0) > 1:
-                is_cut = np.zeros(len(lengths), bool)
-                is_cut[np.argsort(-lengths, kind="stable")[: count - len(lengths)]] = True
-                is_cut &= lengths > 1
-                num_parts = 1 + is_cut
-                is_second = index_in_group(num_parts) == 1
-                halves = np.repeat(lengths // 2, num_parts)
-                rows = np.repeat(rows, num_parts)
-                starts = np.repeat(starts, num_parts) + np.where(is_second, halves, 0)
-                repeated = np.repeat(lengths, num_parts)
-                is_first = np.repeat(is_cut, num_parts) & ~is_second
-                lengths = np.where(is_second, repeated - halves, repeated)
-                lengths = np.where(is_first, halves, lengths)
-            counts[group] = len(lengths)
-            parts.append((lengths, rows, starts))
-        lengths, rows, starts = map(np.concatenate, zip(*parts, strict=True))
-        return Documents(Numbers(lengths[:, None]), counts, rows, starts, self.streams)
+        lengths = self.lengths.array[:, 0]
+        halved, source, counts = halve_largest(
+            lengths, self.documents_per_group, min_documents, is_first_larger=False
+        )
+        # The documents form the same line as before.
+        starts = self.starts[source] + starts_of(halved) - starts_of(lengths)[source]
+        streams = self.random_streams
+        return Documents(FrozenArray(halved[:, None]), counts, self.rows[source], starts, streams)
 
 
 def deal(
-    pool: Pool, lengths: NDArray[Any], kept: Integers | None, sets: Integers | None
+    pool: Pool, lengths: NDArray[Any], kept: Integers | None, set_of_row: Integers | None
 ) -> tuple[Pool, NDArray[Any], Integers | None]:
     """Deal the rows of a pool to its shards by length, to and fro, so that all shards are alike.
 
@@ -201,7 +194,7 @@ def deal(
         pool: The pool.
         lengths: The lengths of its rows, of shape (rows, fields).
         kept: The rows to deal, or None for all.
-        sets: The training set of each row, which are dealt set after set, or None.
+        set_of_row: The training set of each row, which are dealt set after set, or None.
 
     Returns:
         The pool, and the lengths and sets by its index.
@@ -216,21 +209,23 @@ def deal(
         is_kept[kept] = True
         index = index[is_kept[index]]
     dealt = index[np.argsort(-lengths[index, 0].astype(np.int64), kind="stable")]
-    if sets is not None:
-        dealt = dealt[np.argsort(sets[dealt], kind="stable")]
-    ranks = np.arange(len(dealt))
-    rounds, positions = np.divmod(ranks, num_shards)
+    if set_of_row is not None:
+        dealt = dealt[np.argsort(set_of_row[dealt], kind="stable")]
+    rounds, positions = np.divmod(np.arange(len(dealt)), num_shards)
     # The first shards have one row more: the last, incomplete round goes forwards.
     is_forward = (rounds - len(dealt) // num_shards) % 2 == 0
     shards = np.where(is_forward, positions, num_shards - 1 - positions)
-    order = np.argsort(shards, kind="stable")
-    sizes = np.bincount(shards, minlength=num_shards)
-    chosen = dealt[order]
-    return pool.choose(sizes, chosen), lengths[chosen], None if sets is None else sets[chosen]
+    chosen = dealt[np.argsort(shards, kind="stable")]
+    dealt_pool = pool.choose(np.bincount(shards, minlength=num_shards), chosen)
+    return dealt_pool, lengths[chosen], None if set_of_row is None else set_of_row[chosen]
 
 
 def divide(
-    pool: Pool, kept: Integers | None, line: Documents, options: PackOptions, packs: Integers
+    pool: Pool,
+    kept: Integers | None,
+    line: Documents,
+    options: PackOptions,
+    packs_per_block: Integers,
 ) -> tuple[Pool, Documents]:
     """Divide documents among shards and blocks in the order of the files.
 
@@ -239,7 +234,7 @@ def divide(
         kept: The rows to pack, or None for all.
         line: Their documents, in the order of the files. With ``split=True``, they may be cut.
         options: The options of the packing.
-        packs: Packs of each shard and block, int64 of shape (C, blocks).
+        packs_per_block: Packs of each shard and block, int64 of shape (C, blocks).
 
     Returns:
         The pool of these shards, and its documents. A row that is cut may be in two shards.
@@ -247,10 +242,11 @@ def divide(
     lengths = line.lengths.array
     rows = line.rows
     starts = line.starts
+    num_packs = int(packs_per_block.sum())
+    num_before = starts_of(packs_per_block.ravel())
     stops = np.cumsum(weights_of(lengths, options))
-    num_before = starts_of(packs.ravel())
     # Python integers do not overflow.
-    cuts = (num_before.astype(object) * int(stops[-1]) // int(packs.sum())).astype(np.int64)
+    cuts = (num_before.astype(object) * int(stops[-1]) // num_packs).astype(np.int64)
     if options.split:
         rows, starts, pieces, counts = cut_line(lengths[:, 0].astype(np.int64), cuts)
         lengths = pieces[:, None].astype(lengths.dtype)
@@ -260,26 +256,24 @@ def divide(
         bounds = np.searchsorted(doubled, 2 * cuts)
         # A section has at least as many documents as packs, if there are enough.
         spare = np.maximum.accumulate(bounds - num_before)
-        bounds = num_before + np.minimum(spare, max(0, len(lengths) - int(packs.sum())))
+        bounds = num_before + np.minimum(spare, max(0, len(lengths) - num_packs))
         bounds = np.minimum(bounds, len(lengths))
         counts = np.diff(bounds, append=len(lengths))
-    num_shards = len(packs)
-    shard_counts = counts.reshape(packs.shape).sum(axis=1)
-    document_rows = np.arange(len(lengths)) if rows is None else rows
-    # The first row of each shard, and one past its last.
-    bounds = np.append(document_rows, 0)
-    document_starts = starts_of(shard_counts)
-    first = bounds[document_starts]
-    last = bounds[np.maximum(0, document_starts + shard_counts - 1)]
-    sizes = np.where(shard_counts > 0, last + 1 - first, 0)
-    shifts = first - starts_of(sizes)
+    documents_per_shard = counts.reshape(packs_per_block.shape).sum(axis=1)
+    document_starts = starts_of(documents_per_shard)
+    last_documents = np.maximum(0, document_starts + documents_per_shard - 1)
+    document_rows = np.append(np.arange(len(lengths)) if rows is None else rows, 0)
+    first_rows = document_rows[document_starts]
+    num_rows = document_rows[last_documents] + 1 - first_rows
+    sizes = np.where(documents_per_shard > 0, num_rows, 0)
+    shifts = first_rows - starts_of(sizes)
     chosen: NDArray[Any] | Runs = Runs(starts_of(sizes)[sizes > 0], shifts[sizes > 0])
     if kept is not None:
-        chosen = kept[ranges(first, sizes)]
+        chosen = kept[ranges(first_rows, sizes)]
     if rows is not None:
-        rows = rows - np.repeat(shifts, shard_counts)
-    streams = np.arange(num_shards * packs.shape[1])
-    divided = Documents(Numbers(lengths), counts, rows, starts, streams)
+        rows = rows - np.repeat(shifts, documents_per_shard)
+    streams = np.arange(packs_per_block.size)
+    divided = Documents(FrozenArray(lengths), counts, rows, starts, streams)
     return pool.choose(sizes, chosen), divided
 
 
@@ -287,7 +281,7 @@ def divide_sets(
     pool: Pool,
     kept: Integers | None,
     line: Documents,
-    sets: Integers,
+    set_of_row: Integers,
     readings: NDArray[np.float64],
     options: PackOptions,
 ) -> tuple[Pool, Documents]:
@@ -297,7 +291,7 @@ def divide_sets(
         pool: A pool of all rows whose shards are ranges of the files.
         kept: The rows to pack, or None for all.
         line: Their documents, in the order of the files. Each row is one.
-        sets: The training set of each document, ascending.
+        set_of_row: The training set of each document, ascending.
         readings: How often an epoch reads each set, of shape (sets,).
         options: The options of the packing.
     """
@@ -305,39 +299,39 @@ def divide_sets(
     num_sets = len(readings)
     lengths = line.lengths.array
     weights = weights_of(lengths, options)
-    stops = np.cumsum(weights)
-    middles = stops - weights / 2
-    bounds = np.append(0, stops)[np.searchsorted(sets, np.arange(num_sets + 1))]
+    middles = np.cumsum(weights) - weights / 2
+    bounds = bounds_of(weights)[np.searchsorted(set_of_row, np.arange(num_sets + 1))]
     sections = np.arange(num_shards + 1)[:, None] / num_shards
     # (C + 1, sets): the first document of each shard and set, and one past the last shard's.
     cuts = np.searchsorted(middles, bounds[:-1] + sections * np.diff(bounds))
-    cuts[-1] = np.searchsorted(sets, np.arange(num_sets), side="right")
-    counts = np.diff(cuts, axis=0)
-    chosen = ranges(cuts[:-1].ravel(), counts.ravel())
-    shard_counts = counts.sum(axis=1)
+    cuts[-1] = np.searchsorted(set_of_row, np.arange(num_sets), side="right")
+    documents_per_set = np.diff(cuts, axis=0)
+    firsts = cuts[:-1].ravel()
+    counts = documents_per_set.ravel()
+    chosen = ranges(firsts, counts)
+    documents_per_shard = documents_per_set.sum(axis=1)
     divided = Documents(
-        Numbers(lengths[chosen]),
-        shard_counts,
+        FrozenArray(lengths[chosen]),
+        documents_per_shard,
         None,
         None,
         np.arange(num_shards),
-        counts,
+        documents_per_set,
         readings=readings,
     )
     if kept is not None:
-        return pool.choose(shard_counts, kept[chosen]), divided
-    starts = starts_of(counts.ravel())
-    has_rows = counts.ravel() > 0
-    runs = Runs(starts[has_rows], (cuts[:-1].ravel() - starts)[has_rows])
-    return pool.choose(shard_counts, runs), divided
+        return pool.choose(documents_per_shard, kept[chosen]), divided
+    starts = starts_of(counts)
+    runs = Runs(starts[counts > 0], (firsts - starts)[counts > 0])
+    return pool.choose(documents_per_shard, runs), divided
 
 
 def weights_of(lengths: NDArray[Any], options: PackOptions) -> Integers:
-    """Return what each document takes of a pack, in tokens: int64 of shape (documents,)."""
+    """Return how much of a pack each document takes, in tokens: int64 of shape (documents,)."""
     if options.split:
         tokens: Integers = lengths[:, 0].astype(np.int64)
         return tokens
     capacity = options.capacity
     weights: Integers = (lengths.astype(np.int64) * capacity[0] // capacity).max(axis=1)
-    least = 1 if options.max_documents is None else ceil_div(options.length, options.max_documents)
-    return np.maximum(least, weights)
+    max_documents = options.max_documents or options.length
+    return np.maximum(ceil_div(options.length, max_documents), weights)

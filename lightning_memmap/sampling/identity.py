@@ -30,7 +30,7 @@ _MISSING = "nothing"
 _SHOWN_DIGITS = 8
 
 
-class Numbers:
+class FrozenArray:
     """A read-only array that compares by content."""
 
     def __init__(self, array: NDArray[Any]) -> None:
@@ -49,7 +49,7 @@ class Numbers:
         return len(self.array)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Numbers) and self.digest == other.digest
+        return isinstance(other, FrozenArray) and self.digest == other.digest
 
     def __hash__(self) -> int:
         return hash(self.digest)

@@ -35,7 +35,7 @@ from lightning_memmap.integers import (
     starts_of,
 )
 from lightning_memmap.sampling.factory import Fields, SamplerFactory, check_num_samples
-from lightning_memmap.sampling.permutations import order_within, random_bits
+from lightning_memmap.sampling.permutations import bit_generator, order_within
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import JoinedRows, WindowedRows, shard_rows
 from lightning_memmap.sampling.sampler import cached_once, cached_per_epoch
@@ -285,7 +285,7 @@ class MixtureSampler(DrawnSampler):
     def _sections(self) -> tuple[_Sections, NDArray[np.uint64]]:
         """Return the sections of all shards, and a random number for each."""
         sections = self.sets.sections(self.num_shards)
-        return sections, random_bits(self.seed, 0, 1).random_raw(len(sections.set))
+        return sections, bit_generator(self.seed, 0, 1).random_raw(len(sections.set))
 
     def _sections_of(self, shards: Integers) -> tuple[_Sections, NDArray[np.uint64]]:
         """Return `_sections` for some shards, shard after shard."""
@@ -339,7 +339,7 @@ class MixtureSampler(DrawnSampler):
 
         In units of 2**-64: uint64 of shape (sets,), and (epoch,) for each set.
         """
-        first = random_bits(self.seed, 0).random_raw(len(self.sets.sizes))[:, None]
+        first = bit_generator(self.seed, 0).random_raw(len(self.sets.sizes))[:, None]
         turns = first + _GOLDEN_UNITS * np.arange(epoch + 1, dtype=np.uint64)
         return turns[:, -1], [np.sort(past) for past in turns[:, :-1]]
 
@@ -378,7 +378,7 @@ class ByBatchSampler(MixtureSampler):
     def _batch_sets(self, epoch: int) -> Integers:
         """Return the set of each batch."""
         start_shards = self.sets.batch_start_shards(self.num_shards)
-        order = order_within(start_shards, random_bits(self.seed, epoch, 1))
+        order = order_within(start_shards, bit_generator(self.seed, epoch, 1))
         return self.sets.sets_of_batches(order)
 
     @override

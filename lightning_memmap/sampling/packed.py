@@ -30,6 +30,7 @@ from lightning_memmap.integers import (
     bounds_of,
     ceil_div,
     distinct,
+    elements_of,
     group_of,
     group_sums,
     index_in_group,
@@ -58,7 +59,7 @@ from lightning_memmap.sampling.packing import (
     concatenate_and_cut,
     layered,
 )
-from lightning_memmap.sampling.permutations import random_bits
+from lightning_memmap.sampling.permutations import bit_generator
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import JoinedRows, WindowedRows
 from lightning_memmap.sampling.sampler import Sampler, cached_per_epoch, derive_seed
@@ -190,13 +191,12 @@ class Packed(ReprAsCall, SamplerFactory):
         if self.split:
             return self._make_from_line(pool, seed, fields, None)
         lengths = self._lengths(pool, fields)
-        kept = self._kept(lengths, pool)
-        sets = None if self.shares is None else self._sets(pool)
-        pool, lengths, sets = deal(pool, lengths, kept, sets)
+        kept = self._check_lengths(lengths, pool)
+        set_of_row = None if self.shares is None else self._set_of_row(pool)
+        pool, lengths, set_of_row = deal(pool, lengths, kept, set_of_row)
         documents = Documents.of(lengths, pool.sizes, self._options)
-        if sets is not None:
-            assert isinstance(pool.rows, JoinedRows)
-            documents = self._draw(documents, sets, pool.rows.stores)
+        if set_of_row is not None:
+            documents = self._plan_draws(documents, set_of_row, _set_names(pool))
         return _plan(pool, seed, self._options, documents)
 
     @override
@@ -214,33 +214,32 @@ class Packed(ReprAsCall, SamplerFactory):
         """Make the sampler from the documents in the order of the files."""
         pool = Pool.of(pool.rows, pool.num_shards, is_striped=False)
         lengths = self._lengths(pool, fields)
-        kept = self._kept(lengths, pool)
+        kept = self._check_lengths(lengths, pool)
         options = self._options
-        sets = None if self.shares is None else self._sets(pool)
+        set_of_row = None if self.shares is None else self._set_of_row(pool)
         if kept is not None:
             lengths = lengths[kept]
-            sets = None if sets is None else sets[kept]
+            set_of_row = None if set_of_row is None else set_of_row[kept]
         if not lengths[:, 0].any():
-            raise ValueError(f"Packed: field {self.field!r} has no token in any of the rows")
+            raise _no_token_error(self.field)
         line = Documents.of(lengths, np.array([len(lengths)]), options)
         weights = weights_of(line.lengths.array, options)
-        if sets is None:
+        if set_of_row is None:
             divide_by = partial(divide, pool, kept, line, options)
             return _plan_from_line(
                 pool, seed, options, divide_by, int(weights.sum()), len(lengths), block
             )
-        assert isinstance(pool.rows, JoinedRows)
-        names = pool.rows.stores
-        num_drawn, set_counts = self._num_drawn(lengths, sets, names)
-        readings = num_drawn / np.maximum(1, set_counts)
-        divided = divide_sets(pool, kept, line, sets, readings, options)
-        self._check_sets(names, readings, divided[1].set_counts)
-        total = math.ceil((weights * readings[sets]).sum())
-        divide_by = partial(_repeat_streams, *divided)
+        names = _set_names(pool)
+        num_drawn, rows_per_set = self._num_drawn(lengths, set_of_row, names)
+        readings = num_drawn / np.maximum(1, rows_per_set)
+        divided = divide_sets(pool, kept, line, set_of_row, readings, options)
+        self._check_sets(names, readings, divided[1].documents_per_set)
+        total = math.ceil((weights * readings[set_of_row]).sum())
+        divide_by = partial(_repeat_random_streams, *divided)
         return _plan_from_line(pool, seed, options, divide_by, total, len(lengths), block)
 
-    def _sets(self, pool: Pool) -> Integers:
-        """Return the training set of each row of a pool, by its index."""
+    def _set_of_row(self, pool: Pool) -> Integers:
+        """Return the index of the training set of each row of a pool."""
         rows = pool.rows
         assert self.shares is not None
         if not isinstance(rows, JoinedRows) or {*rows.stores} != {*self.shares}:
@@ -248,38 +247,38 @@ class Packed(ReprAsCall, SamplerFactory):
             raise ValueError(f"{self!r}: the training sets are {names}; set a share for each")
         return group_of(rows.member_sizes)
 
-    def _draw(self, documents: "Documents", sets: Integers, names: Sequence[str]) -> "Documents":
-        """Decide how many documents of each set and shard an epoch has."""
-        num_drawn, _ = self._num_drawn(documents.lengths.array, sets, names)
+    def _plan_draws(
+        self, documents: "Documents", set_of_row: Integers, names: Sequence[str]
+    ) -> "Documents":
+        """Decide how many documents of each shard and training set an epoch draws."""
+        num_drawn, _ = self._num_drawn(documents.lengths.array, set_of_row, names)
         num_sets = len(names)
-        num_shards = len(documents.counts)
-        stops = np.cumsum(np.maximum(num_drawn > 0, np.rint(num_drawn))).astype(np.int64)
+        num_shards = len(documents.documents_per_group)
+        bounds = bounds_of(np.maximum(num_drawn > 0, np.rint(num_drawn)).astype(np.int64))
         # The documents of an epoch, set after set, are dealt to the shards in turn.
         shards = np.arange(num_shards)[:, None]
-        before = num_strided(np.append(0, stops), shards, num_shards)
-        drawn = np.diff(before, axis=1)
-        home = group_of(documents.counts)
-        counts = np.bincount(home * num_sets + sets, minlength=num_shards * num_sets)
-        counts = counts.reshape(num_shards, num_sets)
-        self._check_sets(names, drawn, counts)
-        return replace(documents, set_counts=counts, drawn=drawn)
+        drawn_per_set = np.diff(num_strided(bounds, shards, num_shards), axis=1)
+        index = group_of(documents.documents_per_group) * num_sets + set_of_row
+        counts = np.bincount(index, minlength=num_shards * num_sets).reshape(num_shards, num_sets)
+        self._check_sets(names, drawn_per_set, counts)
+        return replace(documents, documents_per_set=counts, drawn_per_set=drawn_per_set)
 
     def _num_drawn(
-        self, lengths: NDArray[Any], sets: Integers, names: Sequence[str]
+        self, lengths: NDArray[Any], set_of_row: Integers, names: Sequence[str]
     ) -> tuple[NDArray[np.float64], Integers]:
-        """Return the documents of each set in an epoch, and all of its documents."""
+        """Return how many documents of each set an epoch draws, and how many there are."""
         assert self.shares is not None
         num_sets = len(names)
         tokens = lengths[:, 0].astype(np.float64)
         shares = np.array([self.shares[name] for name in names])
         shares /= shares.sum()
-        set_counts = np.bincount(sets, minlength=num_sets)
-        if empty := [n for n, s, c in zip(names, shares, set_counts, strict=True) if s and not c]:
-            raise ValueError(f"{self!r}: the training set {empty[0]!r} has no row to pack")
+        rows_per_set = np.bincount(set_of_row, minlength=num_sets)
+        if len(empty := np.flatnonzero((shares > 0) & (rows_per_set == 0))):
+            raise ValueError(f"{self!r}: the training set {names[empty[0]]!r} has no row to pack")
         if self.shares_of == "documents":
-            return shares * len(tokens), set_counts
-        means = np.bincount(sets, tokens, num_sets) / np.maximum(1, set_counts)
-        return shares * tokens.sum() / np.maximum(1, means), set_counts
+            return shares * len(tokens), rows_per_set
+        means = np.bincount(set_of_row, tokens, num_sets) / np.maximum(1, rows_per_set)
+        return shares * tokens.sum() / np.maximum(1, means), rows_per_set
 
     def _check_sets(
         self, names: Sequence[str], drawn: NDArray[Any], counts: Integers | None
@@ -293,22 +292,22 @@ class Packed(ReprAsCall, SamplerFactory):
                 " rows for so many shards: set a smaller num_shards"
             )
 
-    def make_fixed(
-        self, split: str, pool: Pool, fields: Fields, block: int | None = None
+    def make_evaluated(
+        self, pool: Pool, fields: Fields, is_predicted: bool, block: int | None = None
     ) -> "PackedSampler":
         """Make the order of a split that is evaluated: the same packs in every epoch.
 
         A split to predict on has a single document in each pack, in dataset order.
         """
-        # Evaluated sets are not mixed.
-        shares = self.shares if isinstance(pool.rows, JoinedRows) else None
-        alone = replace(self, shares=shares)
-        if split == "predict":
-            in_order = alone.make_in_order(pool, fields)
+        packed = self
+        if not isinstance(pool.rows, JoinedRows):  # Evaluated sets are not mixed.
+            packed = replace(self, shares=None, shares_of="tokens")
+        if is_predicted:
+            in_order = packed.make_in_order(pool, fields)
             return in_order if block is None else in_order.in_blocks(block)
         if block is None:
-            return replace(alone.make(pool, 0, fields), is_fixed=True)
-        return replace(alone.make_in_blocks(pool, 0, fields, block), is_fixed=True)
+            return replace(packed.make(pool, 0, fields), is_fixed=True)
+        return replace(packed.make_in_blocks(pool, 0, fields, block), is_fixed=True)
 
     def make_in_order(self, pool: Pool, fields: Fields) -> "UnpackedSampler":
         """Make an order with a single document in each pack, in dataset order.
@@ -319,7 +318,7 @@ class Packed(ReprAsCall, SamplerFactory):
         pool = Pool.of(pool.rows, pool.num_shards, True)
         lengths = self._lengths(pool, fields)
         if self.overflow != "truncate":
-            replace(self, split=False, overflow="error")._kept(lengths, pool)
+            replace(self, split=False, overflow="error")._check_lengths(lengths, pool)
         documents = Documents.of(lengths, pool.sizes, self._options)
         return UnpackedSampler(
             pool,
@@ -354,8 +353,8 @@ class Packed(ReprAsCall, SamplerFactory):
             lengths[:, index] = column[rows]
         return lengths
 
-    def _kept(self, lengths: NDArray[Any], pool: Pool) -> Integers | None:
-        """Return the indices of the rows to keep, or None for all of them."""
+    def _check_lengths(self, lengths: NDArray[Any], pool: Pool) -> Integers | None:
+        """Check the lengths of rows, and return the indices of the rows to keep, None for all."""
         if self.split or self.overflow in ("split", "truncate"):
             return None
         is_long = lengths > self._options.capacity
@@ -380,55 +379,73 @@ class Packed(ReprAsCall, SamplerFactory):
         )
 
 
+def _set_names(pool: Pool) -> tuple[str, ...]:
+    assert isinstance(pool.rows, JoinedRows)
+    return pool.rows.stores
+
+
+def _no_token_error(field: str) -> ValueError:
+    return ValueError(f"Packed: field {field!r} has no token in any of the rows")
+
+
 def _plan(pool: Pool, seed: int, options: PackOptions, documents: Documents) -> "PackedSampler":
-    """Decide how many packs each shard has, from the packs of the first epoch."""
+    """Make an order whose shards have as many packs as the first epoch needs."""
     limit = _NO_LIMIT if options.max_documents is None else options.max_documents
     draft = PackedSampler(
         pool, seed, options=options, documents=documents, num_packs=1, max_documents=limit
     )
     needs = draft.needs()
-    if not needs.packs.any():
-        raise ValueError(f"Packed: field {options.field!r} has no token in any of the rows")
-    if options.overflow == "split" and (documents.counts < needs.packs.max()).any():
-        documents = documents.with_at_least(np.full_like(needs.packs, needs.packs.max()))
+    most = needs.packs_per_group.max()
+    if not most:
+        raise _no_token_error(options.field)
+    if options.overflow == "split" and (documents.documents_per_group < most).any():
+        documents = documents.halve_longest(np.full_like(needs.packs_per_group, most))
         needs = replace(draft, documents=documents).needs()
-    needed = needs.packs
     # Shards that need the most packs come first, since the first have one pack more than others.
-    tokens = group_sums(documents.lengths.array[:, 0], documents.counts)
-    order = np.lexsort((-tokens, -documents.num_available, -needed))
-    pool, documents = documents.reordered(pool, order)
-    most = int(needed.max())
+    by_need = np.lexsort(
+        (-documents.tokens_per_group, -documents.drawn_per_group, -needs.packs_per_group)
+    )
+    pool, documents = documents.reordered(pool, by_need)
+    num_packs = _count_packs(needs.packs_per_group, documents.drawn_per_group, options)
+    sampler = replace(draft, pool=pool, documents=documents, num_packs=num_packs)
+    if (documents.drawn_per_group < sampler.positions_per_shard).any():
+        raise ValueError(
+            f"num_shards={pool.num_shards}: one shard of the {pool.num_rows} rows needs"
+            f" {sampler.positions_per_shard.max()} packs of {options.length} tokens, and another"
+            f" one has only {documents.drawn_per_group.min()} documents: set a smaller num_shards"
+        )
+    return _with_room(sampler, needs.max_documents)
+
+
+def _count_packs(packs_per_shard: Integers, drawn_per_shard: Integers, options: PackOptions) -> int:
+    """Count the packs of all shards, which differ by at most one pack."""
+    most = int(packs_per_shard.max())
+    num_longest = int(np.count_nonzero(packs_per_shard == most))
     if options.shares is not None:
         # Other epochs draw other documents, which may have more tokens.
-        enough = min(math.ceil(_MIXTURE_MARGIN * most) + 1, int(documents.num_available.min()))
-        most = max(most, enough)
-        needed = np.full_like(needed, most)
-    num_packs = (most - 1) * pool.num_shards + int(np.count_nonzero(needed == most))
-    sampler = replace(draft, pool=pool, documents=documents, num_packs=num_packs)
-    available = documents.num_available
-    if (available < sampler.counts).any():
-        raise ValueError(
-            f"num_shards={pool.num_shards}: one shard of the {pool.num_rows} rows needs {most}"
-            f" packs of {options.length} tokens, and another one has only {available.min()}"
-            " documents: set a smaller num_shards"
-        )
-    return _with_room(sampler, needs.largest)
+        with_margin = math.ceil(_MIXTURE_MARGIN * most) + 1
+        most = max(most, min(with_margin, int(drawn_per_shard.min())))
+        num_longest = len(packs_per_shard)
+    return (most - 1) * len(packs_per_shard) + num_longest
 
 
-def _with_room(sampler: "PackedSampler", largest: int) -> "PackedSampler":
+def _with_room(sampler: "PackedSampler", max_documents: int) -> "PackedSampler":
     """Decide for how many documents batches have room, from the largest pack of epoch 0."""
     options = sampler.options
     if options.split:
-        largest = int(sampler.packs(0).sizes.max())
+        max_documents = int(sampler.packs(0).documents_per_pack.max())
     if options.max_documents is None:
-        room = ceil_div(largest + largest // 4, _DOCUMENTS_MULTIPLE) * _DOCUMENTS_MULTIPLE
+        with_margin = max_documents + max_documents // 4
+        room = ceil_div(with_margin, _DOCUMENTS_MULTIPLE) * _DOCUMENTS_MULTIPLE
         return replace(sampler, max_documents=room)
     return sampler
 
 
-def _repeat_streams(pool: Pool, documents: Documents, packs: Integers) -> tuple[Pool, Documents]:
+def _repeat_random_streams(
+    pool: Pool, documents: Documents, packs_per_block: Integers
+) -> tuple[Pool, Documents]:
     """Return documents that don't depend on the packs of blocks, with a stream for each group."""
-    return pool, replace(documents, streams=np.arange(packs.size))
+    return pool, replace(documents, random_streams=np.arange(packs_per_block.size))
 
 
 def _plan_from_line(
@@ -469,44 +486,50 @@ def _plan_from_line(
             max_documents=limit,
             shuffle_block=None if block is None else size,
         )
-        targets = draft.group_packs.ravel()
-        divided, documents = divide_by(draft.group_packs)
+        targets = draft.packs_per_block.ravel()
+        divided, documents = divide_by(draft.packs_per_block)
         if options.overflow == "split":
-            documents = documents.with_at_least(targets)
+            documents = documents.halve_longest(targets)
         sampler = replace(draft, pool=divided, documents=documents)
         needs = sampler.needs()
-        lacking = np.flatnonzero(needs.available < targets)
-        if len(lacking):
-            group = int(lacking[0])
-            where = f"num_shards={num_shards}: a shard has"
-            remedy = "set a smaller num_shards"
-            if block is not None:
-                where = (
-                    f"shuffle_block={block}, set or computed for residency='stream': a block of one"
-                    " shard has"
-                )
-                remedy = "set a larger shuffle_block, a smaller num_shards, or split=True"
-            raise ValueError(
-                f"{where} {needs.available[group]} {'tokens' if options.split else 'documents'} for"
-                f" {targets[group]} packs of {options.length} tokens: {remedy}"
-            )
+        if len(lacking := np.flatnonzero(needs.available < targets)):
+            available = needs.available[lacking[0]]
+            raise _too_small_error(num_shards, block, options, available, targets[lacking[0]])
         # Other epochs draw other documents, which may need more packs.
         margin = 1 if options.shares is None else _MIXTURE_MARGIN
-        excess = int((np.ceil(margin * needs.packs) - targets).max())
+        excess = int((np.ceil(margin * needs.packs_per_group) - targets).max())
         if excess <= 0:
-            return _with_room(sampler, needs.largest)
+            return _with_room(sampler, needs.max_documents)
         more = num_shards * num_blocks * (size + excess // 2)
         num_packs = more if more > num_packs else num_shards * num_blocks * (size + 1)
+
+
+def _too_small_error(
+    num_shards: int, block: int | None, options: PackOptions, available: int, num_packs: int
+) -> ValueError:
+    """Make the error of a shard or block that has fewer documents than packs."""
+    where = f"num_shards={num_shards}: a shard has"
+    remedy = "set a smaller num_shards"
+    if block is not None:
+        where = (
+            f"shuffle_block={block}, set or computed for residency='stream': a block of one shard"
+            " has"
+        )
+        remedy = "set a larger shuffle_block, a smaller num_shards, or split=True"
+    return ValueError(
+        f"{where} {available} {'tokens' if options.split else 'documents'} for {num_packs} packs of"
+        f" {options.length} tokens: {remedy}"
+    )
 
 
 class Needs(NamedTuple):
     """The packs that groups of documents need in epoch 0."""
 
-    packs: Integers
+    packs_per_group: Integers
     """The fewest packs of each group, int64 of shape (groups,)."""
     available: Integers
     """Documents of each group, of which a pack needs one; with ``split=True``, tokens."""
-    largest: int
+    max_documents: int
     """The most documents of a pack; 0 with ``split=True``."""
 
 
@@ -519,14 +542,14 @@ class Pieces(NamedTuple):
     """The first item of each document in its row, int64 of shape (documents,); None for 0."""
     lengths: NDArray[Any]
     """The length of each document by field, integers of shape (documents, fields)."""
-    counts: Integers
-    """Documents of each pack, int64 of shape (packs,)."""
+    documents_per_pack: Integers
+    """int64 of shape (packs,)."""
 
 
 class EpochPacks(NamedTuple):
     """The packs of an epoch, shard after shard, in the order of their positions."""
 
-    starts: Integers
+    bounds: Integers
     """The first document of each pack, and the number of all documents: int64 (packs + 1,)."""
     documents: NDArray[Any]
     """The documents, pack after pack, as an index in `Documents`."""
@@ -536,9 +559,9 @@ class EpochPacks(NamedTuple):
     """With ``split=True``, the length of each piece."""
 
     @property
-    def sizes(self) -> Integers:
-        """Documents of each pack, int64 of shape (packs,)."""
-        return np.diff(self.starts)
+    def documents_per_pack(self) -> Integers:
+        """Of shape (packs,)."""
+        return np.diff(self.bounds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -574,11 +597,12 @@ class PackedSampler(Sampler):
         return identity
 
     @cached_property
-    def group_packs(self) -> Integers:
+    def packs_per_block(self) -> Integers:
         """Packs of each shard and block, int64 of shape (C, blocks); without blocks, (C, 1)."""
-        size = self.shuffle_block or int(self.counts.max())
-        starts = np.arange(0, int(self.counts.max()), size)
-        packs: Integers = np.clip(self.counts[:, None] - starts, 0, size)
+        most = int(self.positions_per_shard.max())
+        size = self.shuffle_block or most
+        starts = np.arange(0, most, size)
+        packs: Integers = np.clip(self.positions_per_shard[:, None] - starts, 0, size)
         return packs
 
     def with_packs(self, num_packs: int) -> Self:
@@ -588,13 +612,14 @@ class PackedSampler(Sampler):
             ValueError: A shard has too few documents.
         """
         order = replace(self, num_packs=num_packs)
-        available = self.documents.num_available
-        if self.options.split:
-            available = group_sums(self.documents.lengths.array[:, 0], self.documents.counts)
-        if (available < order.counts).any():
+        documents = self.documents
+        is_cut = self.options.split
+        available = documents.tokens_per_group if is_cut else documents.drawn_per_group
+        if (available < order.positions_per_shard).any():
             raise ValueError(
                 f"Curriculum: a shard has {available.min()} documents, too few for the"
-                f" {order.counts.max()} packs of another stage: set a smaller num_shards"
+                f" {order.positions_per_shard.max()} packs of another stage: set a smaller"
+                " num_shards"
             )
         return order
 
@@ -602,11 +627,11 @@ class PackedSampler(Sampler):
         """Pack epoch 0, in as many packs as each group needs."""
         documents = self.documents
         if self.options.split:
-            tokens = group_sums(documents.lengths.array[:, 0], documents.counts)
+            tokens = documents.tokens_per_group
             return Needs(ceil_div(tokens, self.options.length), tokens, 0)
-        packs = self._packer.pack(0, np.arange(len(documents.streams)))
-        available = group_sums(packs.sizes, packs.counts)
-        return Needs(packs.counts, available, int(packs.sizes.max(initial=0)))
+        packs = self._packer.pack(0, np.arange(len(documents.random_streams)))
+        available = group_sums(packs.documents_per_pack, packs.packs_per_group)
+        return Needs(packs.packs_per_group, available, int(packs.documents_per_pack.max(initial=0)))
 
     @cached_property
     def _packer(self) -> Packer:
@@ -618,26 +643,26 @@ class PackedSampler(Sampler):
             lengths[:, 0] = np.maximum(1, lengths[:, 0])
         return Packer(
             lengths,
-            documents.counts,
+            documents.documents_per_group,
             self.options.capacity,
             self.max_documents,
             self.seed,
-            documents.streams,
+            documents.random_streams,
             self._drawing,
         )
 
     @cached_property
     def _drawing(self) -> Drawing | BlockDrawing | None:
         documents = self.documents
-        if documents.set_counts is None:
+        per_set = documents.documents_per_set
+        if per_set is None:
             return None
         if documents.readings is not None:
             weights = weights_of(documents.lengths.array, self.options)
-            readings = documents.readings
-            return BlockDrawing(weights, documents.set_counts, readings, self.group_packs)
-        assert documents.drawn is not None
+            return BlockDrawing(weights, per_set, documents.readings, self.packs_per_block)
+        assert documents.drawn_per_set is not None
         seed = derive_seed(self.seed, _DRAWING_SEED)
-        return Drawing(documents.set_counts, documents.drawn, seed, documents.streams)
+        return Drawing(per_set, documents.drawn_per_set, seed, documents.random_streams)
 
     def packs(self, epoch: int) -> EpochPacks:
         """Return the packs of an epoch, which are planned for all shards at once."""
@@ -646,31 +671,30 @@ class PackedSampler(Sampler):
     @cached_per_epoch
     def _epoch_packs(self, epoch: int) -> EpochPacks:
         cut = self._cut(epoch) if self.options.split else None
-        targets = self.group_packs.ravel()
+        targets = self.packs_per_block.ravel()
         packs = self._packer.pack_all(epoch, targets) if cut is None else cut.packs
-        lengths = self.documents.lengths.array[packs.items, 0] if cut is None else cut.lengths
+        lengths = self.documents.lengths.array[packs.documents, 0] if cut is None else cut.lengths
         # The cost of attention.
-        costs = group_sums(lengths.astype(np.int64) ** 2, packs.sizes)
-        order = self._arranged(epoch, costs)
-        sizes = packs.sizes[order]
-        index = ranges(starts_of(packs.sizes)[order], sizes)
-        starts = bounds_of(sizes)
+        costs = group_sums(lengths.astype(np.int64) ** 2, packs.documents_per_pack)
+        arranged = self._arranged(epoch, costs)
+        bounds = bounds_of(packs.documents_per_pack[arranged])
+        index = elements_of(arranged, packs.documents_per_pack)
         if cut is None:
-            return EpochPacks(starts, packs.items[index])
-        return EpochPacks(starts, packs.items[index], cut.starts[index], cut.lengths[index])
+            return EpochPacks(bounds, packs.documents[index])
+        return EpochPacks(bounds, packs.documents[index], cut.starts[index], cut.lengths[index])
 
     def _arranged(self, epoch: int, costs: Integers) -> Integers:
         """Order the packs of all groups by their positions, shard after shard."""
-        packs = self.group_packs
+        packs = self.packs_per_block
         if self.shuffle_block is None:
-            return layered(self.counts, costs, random_bits(self.seed, epoch, LAYER_BITS))
+            return layered(packs[:, 0], costs, bit_generator(self.seed, epoch, LAYER_BITS))
         starts = starts_of(packs.ravel()).reshape(packs.shape)
         parts = []
         shards = []
         for block in self._block_order(epoch).tolist():
             counts = packs[:, block]
             index = ranges(starts[:, block], counts)
-            bits = random_bits(self.seed, epoch, self._block_bits + 1 + block)
+            bits = bit_generator(self.seed, epoch, self._block_bits + 1 + block)
             parts.append(index[layered(counts, costs[index], bits)])
             shards.append(group_of(counts))
         by_shard = np.argsort(np.concatenate(shards), kind="stable")
@@ -680,14 +704,14 @@ class PackedSampler(Sampler):
     @property
     def _block_bits(self) -> int:
         """The stream of random bits that decides the order of blocks, after those of groups."""
-        return GROUP_BITS + self.group_packs.size * MAX_ATTEMPTS
+        return GROUP_BITS + self.packs_per_block.size * MAX_ATTEMPTS
 
     def _block_order(self, epoch: int) -> Integers:
         """Return the blocks in the order of an epoch. One with fewer packs stays last."""
-        packs = self.group_packs
+        packs = self.packs_per_block
         order = np.arange(packs.shape[1])
         num_full = int(np.count_nonzero(packs[-1] == packs[0, 0]))
-        bits = random_bits(self.seed, epoch, self._block_bits)
+        bits = bit_generator(self.seed, epoch, self._block_bits)
         order[:num_full] = bits.random_raw(num_full).argsort()
         return order
 
@@ -704,17 +728,17 @@ class PackedSampler(Sampler):
         if isinstance(self._drawing, BlockDrawing):
             return self._drawing.most_in_block(shard, values)
         documents = self.documents
-        num_blocks = self.group_packs.shape[1]
+        num_blocks = self.packs_per_block.shape[1]
         here = slice(shard * num_blocks, (shard + 1) * num_blocks)
-        counts = documents.counts[here]
+        counts = documents.documents_per_group[here]
         first = documents.group_starts[here][counts > 0]
         last = first + counts[counts > 0] - 1
         if documents.rows is not None:
             first = documents.rows[first]
             last = documents.rows[last]
         start = self.pool.starts[shard]
-        before = bounds_of(values)
-        return int((before[last + 1 - start] - before[first - start]).max(initial=0))
+        sums_before = bounds_of(values)
+        return int((sums_before[last + 1 - start] - sums_before[first - start]).max(initial=0))
 
     def _cut(self, epoch: int) -> Cut:
         """Concatenate the documents of all groups in another order in each epoch, and cut them.
@@ -722,17 +746,17 @@ class PackedSampler(Sampler):
         If packs have too many documents in every order that is tried, cut them as in epoch 0.
         """
         documents = self.documents
-        groups = np.arange(len(documents.counts))
+        groups = np.arange(len(documents.documents_per_group))
         for attempt in range(MAX_ATTEMPTS):
             order, *_ = self._packer.permuted(epoch, groups, attempt)
             cut = concatenate_and_cut(
                 documents.lengths.array[:, 0],
                 order,
-                documents.counts,
-                self.group_packs.ravel(),
+                documents.documents_per_group,
+                self.packs_per_block.ravel(),
                 self.options.length,
             )
-            largest = int(cut.packs.sizes.max())
+            largest = int(cut.packs.documents_per_pack.max())
             if largest <= self.max_documents:
                 return cut
         if epoch:
@@ -753,19 +777,20 @@ class PackedSampler(Sampler):
             Integers of shape (len(positions),).
         """
         pieces = self.pieces(epoch, np.asarray(positions, np.int64))
-        return group_sums(np.maximum(0, pieces.lengths[:, 0].astype(np.int64) - 1), pieces.counts)
+        num_targets = np.maximum(0, pieces.lengths[:, 0].astype(np.int64) - 1)
+        return group_sums(num_targets, pieces.documents_per_pack)
 
     @override
     def sums_at(self, values: NDArray[Any], epoch: int, positions: range) -> NDArray[Any]:
         pieces = self.pieces(epoch, np.asarray(positions, np.int64))
-        packs = group_of(pieces.counts)
+        packs = group_of(pieces.documents_per_pack)
         return np.bincount(packs, values[pieces.pool_index], len(positions))
 
     @property
-    def unused(self) -> float:
+    def padding_fraction(self) -> float:
         """The fraction of the packs of the first epoch that is padding."""
         lengths = self.documents.lengths.array[:, 0]
-        if self.documents.set_counts is not None:
+        if self.documents.documents_per_set is not None:
             lengths = lengths[self.packs(0).documents]
         tokens = int(lengths.sum(dtype=np.int64))
         return 1 - tokens / (self.num_positions * self.options.length)
@@ -793,34 +818,35 @@ class PackedSampler(Sampler):
         """
         packs = self.packs(epoch)
         rounds, shards = np.divmod(positions, self.num_shards)
-        numbers = starts_of(self.counts)[shards] + rounds
-        starts = packs.starts[numbers]
-        counts = packs.starts[numbers + 1] - starts
+        index = starts_of(self.positions_per_shard)[shards] + rounds
+        starts = packs.bounds[index]
+        counts = packs.bounds[index + 1] - starts
         here = ranges(starts, counts)
         documents = packs.documents[here].astype(np.int64)
         lengths = self.documents.lengths.array[documents]
         row_starts: Integers | None = None
-        index = documents
+        rows = documents
         if self.documents.rows is not None and self.documents.starts is not None:
             row_starts = self.documents.starts[documents].astype(np.int64)
-            index = self.documents.rows[documents].astype(np.int64)
+            rows = self.documents.rows[documents].astype(np.int64)
         if packs.piece_starts is not None and packs.piece_lengths is not None:
             piece_starts = packs.piece_starts[here].astype(np.int64)
             row_starts = piece_starts if row_starts is None else row_starts + piece_starts
             lengths = packs.piece_lengths[here, None]
-        return Pieces(index, row_starts, lengths, counts)
+        return Pieces(rows, row_starts, lengths, counts)
 
     @override
     def row_numbers(self, epoch: int, positions: range) -> Integers:
         pieces = self.pieces(epoch, np.asarray(positions, np.int64))
-        numbers = np.full((len(positions), self.max_documents), -1, np.int64)
-        columns = index_in_group(pieces.counts)
-        numbers[group_of(pieces.counts), columns] = self.pool.dataset_rows(pieces.pool_index)
-        return numbers
+        packs = group_of(pieces.documents_per_pack)
+        columns = index_in_group(pieces.documents_per_pack)
+        row_numbers = np.full((len(positions), self.max_documents), -1, np.int64)
+        row_numbers[packs, columns] = self.pool.dataset_rows(pieces.pool_index)
+        return row_numbers
 
     @override
     def num_rows_at(self, epoch: int, positions: Integers) -> Integers:
-        return self.pieces(epoch, positions).counts
+        return self.pieces(epoch, positions).documents_per_pack
 
     @override
     def dataset_rows(self, epoch: int, positions: range) -> Integers:
@@ -832,11 +858,11 @@ class PackedSampler(Sampler):
         self, epoch: int, start: int, stop: int, shards: Integers, shard_starts: Integers
     ) -> Integers:
         """Look up the first row of each pack; see `Sampler.grid`."""
-        last = np.maximum(0, self.counts[shards] - 1)
+        last = np.maximum(0, self.positions_per_shard[shards] - 1)
         rounds = np.minimum(np.arange(start, stop)[:, None], last)
         positions = (rounds * self.num_shards + shards).ravel()
         pieces = self.pieces(epoch, np.minimum(positions, self.num_packs - 1))
-        firsts = pieces.pool_index[starts_of(pieces.counts)]
+        firsts = pieces.pool_index[starts_of(pieces.documents_per_pack)]
         shifts = shard_starts - self.pool.starts[shards]
         grid: Integers = firsts + np.tile(shifts, stop - start)
         return grid

@@ -92,7 +92,7 @@ class Permutation(Protocol):
         """
 
 
-def random_bits(seed: int, epoch: int, stream: int = 0) -> np.random.Philox:
+def bit_generator(seed: int, epoch: int, stream: int = 0) -> np.random.Philox:
     """Return random bits of an epoch; each ``stream`` of them has one use.
 
     The counter-based generator is Philox of Salmon et al., "Parallel Random Numbers: As Easy as 1,
@@ -360,7 +360,7 @@ class BlockPermutation:
         self._shared = int(sizes[-1])  # rows that all shards have
         self._longest = int(sizes[0])
         self._num_full = self._shared // block
-        bits = random_bits(seed, epoch, 1)
+        bits = bit_generator(seed, epoch, 1)
         self._start = int(bits.random_raw(1)[0]) % max(1, self._shared)
         self._order = permuted(np.array([max(1, self._num_full)]), bits)
         table_bytes = 8 * block * (len(sizes) if block < _LONG_SHARD else 2)
@@ -407,4 +407,4 @@ class BlockPermutation:
     def _within(self, number: int) -> Permutation:
         """Return the permutations of each shard's rows within one block."""
         sizes = np.clip(self._sizes - number * self._block, 0, self._block)
-        return permuted(sizes, random_bits(*self._words, 2 + number))
+        return permuted(sizes, bit_generator(*self._words, 2 + number))

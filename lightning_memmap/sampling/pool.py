@@ -205,8 +205,8 @@ def window_spans(pool: Pool, shards: Sequence[int]) -> tuple[Integers, Integers]
     """
     rows = pool.rows
     assert isinstance(rows, WindowedRows)
-    firsts = rows.counts.copy()
-    lasts = np.full(len(rows.counts), -1, np.int64)
+    firsts = rows.windows_per_series.copy()
+    lasts = np.full(len(rows.windows_per_series), -1, np.int64)
     for shard in shards:
         for series, file_windows, counts in _window_runs(pool, rows, shard):
             windows = file_windows - rows.starts[series]

@@ -21,7 +21,7 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_memmap.integers import Integers, bounds_of, ceil_div, starts_of
-from lightning_memmap.sampling.identity import Numbers
+from lightning_memmap.sampling.identity import FrozenArray
 
 #: Default number of shards below `_MANY_ROWS` rows, and from there on.
 _DEFAULT_SHARDS = 24, 192
@@ -146,12 +146,12 @@ class StoreRows(Rows):
 
     shards: Shards
     #: The rows of the subset in its order, each once; None for all rows.
-    chosen: Numbers | None = None
+    chosen: FrozenArray | None = None
 
     @classmethod
     def of(cls, shards: Shards, rows: Integers | None = None) -> "StoreRows":
         """Make a subset of these rows, each once; by default all rows."""
-        return cls(shards, None if rows is None else Numbers(rows))
+        return cls(shards, None if rows is None else FrozenArray(rows))
 
     @property
     @override
@@ -303,7 +303,7 @@ class WindowedRows(Rows):
 
     series: Rows
     fields: tuple[str, ...]
-    steps: Numbers
+    steps: FrozenArray
     length: int
     stride: int
     all_windows: "WindowedRows | None" = None
@@ -320,7 +320,7 @@ class WindowedRows(Rows):
     @property
     @override
     def num_rows(self) -> int:
-        return int(self.starts[-1] + self.counts[-1])
+        return int(self.starts[-1] + self.windows_per_series[-1])
 
     @property
     @override
@@ -339,20 +339,20 @@ class WindowedRows(Rows):
         return {"windows": windows, **self.series.identity, "num_rows": self.num_rows}
 
     @cached_property
-    def counts(self) -> Integers:
+    def windows_per_series(self) -> Integers:
         """Windows of each series, in storage order, int64 of shape (series,)."""
-        counts: Integers = np.maximum(0, (self.steps.array - self.length) // self.stride + 1)
-        return counts
+        num_windows: Integers = (self.steps.array - self.length) // self.stride + 1
+        return np.maximum(0, num_windows)
 
     @cached_property
     def starts(self) -> Integers:
         """The storage rank of each series' first window, in storage order, int64 (series,)."""
-        return starts_of(self.counts)
+        return starts_of(self.windows_per_series)
 
     @cached_property
     def _number_starts(self) -> Integers:
         """The number of each series' first window, by the number of the series."""
-        return starts_of(self.counts[self.series.storage_ranks])
+        return starts_of(self.windows_per_series[self.series.storage_ranks])
 
     def in_series(self, ranks: Integers) -> tuple[Integers, Integers]:
         """Find windows by storage rank: the storage rank of the series, and the window in it."""
@@ -435,9 +435,9 @@ class WindowedRows(Rows):
         stop in this order.
         """
         orders = []
-        for series in (np.arange(len(self.counts)), self.series.storage_ranks):
-            used = series[self.counts[series] > 0]
-            counts = self.counts[used]
+        for series in (np.arange(len(self.windows_per_series)), self.series.storage_ranks):
+            used = series[self.windows_per_series[series] > 0]
+            counts = self.windows_per_series[used]
             orders.append((used, self.starts[used], counts, np.cumsum(counts)))
         return orders
 

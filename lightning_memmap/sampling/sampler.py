@@ -37,8 +37,8 @@ from lightning_memmap.sampling.permutations import (
     BlockPermutation,
     Permutation,
     Tables,
+    bit_generator,
     permuted,
-    random_bits,
 )
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import shard_rows
@@ -131,7 +131,7 @@ class Sampler(ABC):
         return self.pool.num_shards
 
     @cached_property
-    def counts(self) -> Integers:
+    def positions_per_shard(self) -> Integers:
         """Positions of each shard in an epoch, int64 of shape (C,)."""
         return shard_rows(self.num_positions, self.num_shards)
 
@@ -314,7 +314,7 @@ class ComputedSampler(Sampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not np.array_equal(self.pool.sizes, self.counts):
+        if not np.array_equal(self.pool.sizes, self.positions_per_shard):
             raise ValueError(
                 f"{type(self).__name__}: its pool has {self.pool.num_rows} rows in shards of"
                 f" {self.pool.sizes.min()} to {self.pool.sizes.max()} rows, so a shard's positions"
@@ -392,8 +392,8 @@ class ShuffledSampler(ComputedSampler):
     @override
     def permutation(self, epoch: int) -> Permutation:
         if self.shuffle_block is None:
-            return permuted(self.counts, random_bits(self.seed, epoch))
-        return BlockPermutation(self.counts, self.shuffle_block, self.seed, epoch)
+            return permuted(self.positions_per_shard, bit_generator(self.seed, epoch))
+        return BlockPermutation(self.positions_per_shard, self.shuffle_block, self.seed, epoch)
 
     @override
     def block_runs(self, epoch: int, number: int) -> list[range] | None:

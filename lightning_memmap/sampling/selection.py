@@ -18,7 +18,7 @@ from lightning_memmap.errors import ReprAsCall, check_integer, check_number
 from lightning_memmap.integers import Integers
 from lightning_memmap.sampling.columns import Column, read_column, read_whole_column
 from lightning_memmap.sampling.factory import Fields
-from lightning_memmap.sampling.permutations import random_bits
+from lightning_memmap.sampling.permutations import bit_generator
 from lightning_memmap.sampling.sampler import check_seed
 
 #: Stream of a seed's random bits that divides rows. Orders use the streams below.
@@ -215,7 +215,7 @@ class _Dividing(ReprAsCall, _HoldingOut):
         """Return sort keys that put rows or groups in random order, or keep their order."""
         if not self.shuffle:
             return np.zeros(count, np.uint64)
-        return random_bits(self.seed, 0, _DIVISION_BITS).random_raw(count)
+        return bit_generator(self.seed, 0, _DIVISION_BITS).random_raw(count)
 
     def _ordered_rows(self, fields: Fields) -> Integers:
         """Return all rows in random order, grouped by the value of ``stratify`` if it is set."""

@@ -27,8 +27,8 @@ from lightning_memmap.sampling.permutations import (
     BlockPermutation,
     Permutation,
     as_slice,
+    bit_generator,
     permuted,
-    random_bits,
 )
 from lightning_memmap.sampling.sampler import Sampler, cached_per_epoch, derive_seed
 
@@ -52,7 +52,8 @@ class TableSampler(Sampler):
         data = MemmapDataModule(..., sampler=lambda pool, seed: ReversedSampler(pool))
 
     Args:
-        pool: The rows of each shard: ``pool.sizes[shard]`` rows for ``counts[shard]`` positions.
+        pool: The rows of each shard: ``pool.sizes[shard]`` rows for
+            ``positions_per_shard[shard]`` positions.
         seed: Seed of the order, ``0 <= seed < 2**63``.
         shuffle_block: Positions of a shard in a block; None for a single block.
         num_samples: Positions of an epoch; None for as many as the pool has rows.
@@ -82,7 +83,7 @@ class TableSampler(Sampler):
             shard: The shard.
 
         Returns:
-            Offsets within the shard, integers of shape (counts[shard],).
+            Offsets within the shard, integers of shape (positions_per_shard[shard],).
         """
 
     @override
@@ -122,7 +123,7 @@ class TableSampler(Sampler):
     @cached_per_epoch
     def _epoch_table(self, epoch: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
         """Allocate a table of an epoch, and flags that tell which of its columns are filled in."""
-        shape = int(self.counts.max()), self.num_shards
+        shape = int(self.positions_per_shard.max()), self.num_shards
         table = np.empty(shape, np.min_scalar_type(self.pool.longest))
         return table, np.zeros(self.num_shards, np.bool_)
 
@@ -130,7 +131,7 @@ class TableSampler(Sampler):
         """Check that what a method returned are offsets within the shard."""
         offsets = np.asarray(result)
         size = int(self.pool.sizes[shard])
-        count = int(self.counts[shard])
+        count = int(self.positions_per_shard[shard])
         is_right = offsets.shape == (count,) and (offsets.dtype.kind in "iu" or not count)
         # As an unsigned integer, a negative number is a huge one.
         if not is_right or (offsets.view(f"u{offsets.itemsize}") >= size).any():
@@ -157,8 +158,8 @@ class DrawnSampler(TableSampler):
             shard: The shard.
 
         Returns:
-            Offsets within the shard, int64 of shape (counts[shard],). By default each row once, for
-            which the shard must have as many positions as rows.
+            Offsets within the shard, int64 of shape (positions_per_shard[shard],). By default each
+            row once, for which the shard must have as many positions as rows.
         """
         return np.arange(self.pool.sizes[shard], dtype=np.int64)
 
@@ -168,7 +169,8 @@ class DrawnSampler(TableSampler):
         Args:
             epoch: Epoch, counted from 0.
             shard: The shard.
-            offsets: Offsets within the shard, int64 of shape (counts[shard],). Not to be changed.
+            offsets: Offsets within the shard, int64 of shape (positions_per_shard[shard],). Not to
+                be changed.
 
         Returns:
             The same offsets in another order. By default they are returned as they are.
@@ -183,14 +185,16 @@ class DrawnSampler(TableSampler):
     def permutation(self, epoch: int) -> Permutation:
         """Return the permutations of what the shards draw, block by block if there are blocks."""
         if self.shuffle_block is None:
-            return permuted(self.counts, random_bits(self.seed, epoch))
+            return permuted(self.positions_per_shard, bit_generator(self.seed, epoch))
         # The drawing uses the random bits of the seed itself.
         seed = derive_seed(self.seed, 1)
-        return BlockPermutation(self.counts, self.shuffle_block, seed, epoch)
+        return BlockPermutation(self.positions_per_shard, self.shuffle_block, seed, epoch)
 
     @override
     def offsets(self, epoch: int, shard: int) -> Integers:
-        permuted_rows = self._permuted(epoch, np.array([shard]))[: int(self.counts[shard]), 0]
+        permuted_rows = self._permuted(epoch, np.array([shard]))[
+            : int(self.positions_per_shard[shard]), 0
+        ]
         return self.arrange(epoch, shard, permuted_rows.astype(np.int64))
 
     @override
@@ -201,7 +205,7 @@ class DrawnSampler(TableSampler):
     def _fill(self, table: NDArray[Any], epoch: int, shards: Integers) -> None:
         rows = self._permuted(epoch, shards)
         for column, shard in enumerate(shards.tolist()):
-            offsets = rows[: int(self.counts[shard]), column]
+            offsets = rows[: int(self.positions_per_shard[shard]), column]
             arranged = self.arrange(epoch, shard, offsets)
             if arranged is not offsets:
                 rows[: len(offsets), column] = self._checked("arrange", shard, arranged)
@@ -213,8 +217,10 @@ class DrawnSampler(TableSampler):
         drawn = self.draw_shards(epoch, shards)
         if not len(drawn):  # these shards have no position
             drawn = np.zeros(1, np.int64)
-        drawn_starts = starts_of(self.counts[shards])
-        order = self._permutation(epoch).grid(0, int(self.counts.max()), shards, drawn_starts)
+        drawn_starts = starts_of(self.positions_per_shard[shards])
+        order = self._permutation(epoch).grid(
+            0, int(self.positions_per_shard.max()), shards, drawn_starts
+        )
         # Only what is past the last position is out of bounds. "wrap" is the fastest mode.
         return drawn.take(order, mode="wrap").reshape(-1, len(shards))
 

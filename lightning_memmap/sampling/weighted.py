@@ -39,8 +39,8 @@ from lightning_memmap.sampling.factory import (
     check_per_row,
     per_row_array,
 )
-from lightning_memmap.sampling.identity import Numbers
-from lightning_memmap.sampling.permutations import order_within, random_bits
+from lightning_memmap.sampling.identity import FrozenArray
+from lightning_memmap.sampling.permutations import bit_generator, order_within
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import shard_rows
 from lightning_memmap.sampling.sampler import cached_once, cached_per_epoch
@@ -120,7 +120,7 @@ class Weighted(ReprAsCall, SamplerFactory):
         lengths = _in_units(weights * (count / weights.sum()), count)
         pool = _cut(pool, lengths, count)
         return WeightedSampler(
-            pool, seed, lengths=Numbers(lengths), results=results, num_samples=count
+            pool, seed, lengths=FrozenArray(lengths), results=results, num_samples=count
         )
 
     def _weights(
@@ -218,7 +218,7 @@ class WeightedSampler(DrawnSampler):
     # lengths passes an integer within it. In units of 2**-32, an integer is where the sum wraps
     # around. Shards are integers long, so one sum serves all of them.
 
-    lengths: Numbers
+    lengths: FrozenArray
     #: The version of the column that the lengths come from, if they come from one.
     results: ColumnVersion | None = None
     version: ClassVar[int] = 3
@@ -226,7 +226,7 @@ class WeightedSampler(DrawnSampler):
     @override
     def draw_shards(self, epoch: int, shards: Integers) -> NDArray[Any]:
         line = self._line()
-        counts = self.counts
+        counts = self.positions_per_shard
         rows = _concatenated(self.pool.starts[shards], self.pool.sizes[shards])
         shifts = self._segment_shifts(epoch).take(line.segments[rows], mode="wrap")
         hits = np.flatnonzero(line.stops[rows] + shifts < line.fractions[rows])
@@ -242,7 +242,7 @@ class WeightedSampler(DrawnSampler):
     def _segment_shifts(self, epoch: int) -> NDArray[np.uint32]:
         """Return how far each segment is moved from its place in file order."""
         line = self._line()
-        bits = random_bits(self.seed, epoch, _POINT_BITS)
+        bits = bit_generator(self.seed, epoch, _POINT_BITS)
         first_point = bits.random_raw(1).astype(np.uint32)
         order = order_within(line.segment_groups, bits)
         sizes = np.diff(line.segment_starts, append=np.uint32(0))[order]
@@ -260,7 +260,7 @@ class WeightedSampler(DrawnSampler):
         offsets = pool.index() - pool.starts[shards]
         # A row that is cut ends with its first shard, and starts with the next one.
         stops = self.lengths.array.cumsum()[rows]
-        stops = np.minimum(stops, (self.counts.cumsum() << unit_bits)[shards])
+        stops = np.minimum(stops, (self.positions_per_shard.cumsum() << unit_bits)[shards])
         lengths = np.diff(stops >> max(0, unit_bits - 32), prepend=0)
         unit_bits = min(unit_bits, 32)
         integer_parts = lengths >> unit_bits
@@ -269,14 +269,14 @@ class WeightedSampler(DrawnSampler):
 
         counts = np.bincount(shards, integer_parts, pool.num_shards).astype(np.int64)
         is_fractional = np.ones(self.num_positions, np.bool_)
-        is_fractional[ranges(starts_of(self.counts), counts)] = False
+        is_fractional[ranges(starts_of(self.positions_per_shard), counts)] = False
         integer_draws = np.zeros(self.num_positions, np.min_scalar_type(pool.longest))
         integer_draws[~is_fractional] = np.repeat(offsets, integer_parts)
 
         is_repeated = np.diff(rows, prepend=-1) == 0
         is_cut = is_repeated | np.append(is_repeated[1:], False)
         # Segments of many sizes: the sums of segments of one size might all be integers.
-        keys = random_bits(self.seed, 0, _SEGMENT_BITS).random_raw(len(shards))
+        keys = bit_generator(self.seed, 0, _SEGMENT_BITS).random_raw(len(shards))
         mean_sizes = np.maximum(1, pool.sizes // _NUM_SEGMENTS).astype(np.uint64)
         is_first = keys % mean_sizes[shards] == 0
         # A cut row forms a segment by itself.
@@ -315,7 +315,7 @@ class EpochWeightedSampler(DrawnSampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.counts[self.pool.sizes == 0] > 0).any():
+        if (self.positions_per_shard[self.pool.sizes == 0] > 0).any():
             raise ValueError(
                 f"Weighted: weights={self.column.column!r}: {self.pool.num_rows} rows in"
                 f" {self.num_shards} shards, some of which are empty: use fewer shards, such as"
@@ -346,13 +346,13 @@ class EpochWeightedSampler(DrawnSampler):
     def draw(self, epoch: int, shard: int) -> Integers:
         start = int(self.pool.starts[shard])
         size = int(self.pool.sizes[shard])
-        count = int(self.counts[shard])
+        count = int(self.positions_per_shard[shard])
         if not count:
             return np.empty(0, np.int64)
         weights = self._weights(epoch)[0][start : start + size]
         if not weights.any():
             weights = np.ones(size)
-        bits = random_bits(self.seed, epoch, _DRAW_BITS + shard)
+        bits = bit_generator(self.seed, epoch, _DRAW_BITS + shard)
         order = order_within(np.zeros(size, np.int64), bits)
         stops = weights[order].cumsum()
         first_point = int(bits.random_raw(1)[0]) / 2**64

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError, StoreError
-from lightning_memmap.integers import Integers, group_of, ranges, starts_of
+from lightning_memmap.integers import Integers, elements_of, group_of
 from lightning_memmap.schema.kinds import NUMBERS, AnyKind, Text
 
 #: The dtypes that a store supports. Others (float8, sub-byte types and complex32) do not survive a
@@ -254,7 +254,7 @@ class Values(NamedTuple):
         if self.sizes is None:
             return Values(take_rows(self.data, rows))
         lengths = self.sizes.prod(axis=1)
-        items = ranges(starts_of(lengths)[rows], lengths[rows])
+        items = elements_of(rows, lengths)
         return Values(take_rows(self.data, items), self.sizes[rows])
 
     def scatter(self, mask: NDArray[np.bool_]) -> "Values":

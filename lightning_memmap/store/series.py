@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_memmap.integers import Integers
 from lightning_memmap.sampling.factory import Fields
-from lightning_memmap.sampling.identity import Numbers
+from lightning_memmap.sampling.identity import FrozenArray
 from lightning_memmap.sampling.rows import Rows, WindowedRows
 from lightning_memmap.schema.forms import Windows
 from lightning_memmap.store.open_columns import ItemRows, MappedRows, OpenColumn
@@ -44,11 +44,11 @@ def windowed(store: Store, rows: Rows, windows: Windows | None) -> Rows:
     names = tuple(windows.fields)
     length = windows.length
     stride = windows.stride
-    steps = Numbers(read_series(store, names, rows).steps)
+    steps = FrozenArray(read_series(store, names, rows).steps)
     all_rows = store.rows()
     all_windows = None
     if rows != all_rows:
-        all_steps = Numbers(read_series(store, names[:1], all_rows).steps)
+        all_steps = FrozenArray(read_series(store, names[:1], all_rows).steps)
         all_windows = WindowedRows(all_rows, names[:1], all_steps, length, stride)
     return WindowedRows(rows, names, steps, length, stride, all_windows)
 

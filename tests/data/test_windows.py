@@ -25,7 +25,7 @@ from lightning_memmap.sampling import (
     Subset,
     Weighted,
 )
-from lightning_memmap.sampling.identity import Numbers
+from lightning_memmap.sampling.identity import FrozenArray
 from lightning_memmap.sampling.pool import window_spans
 from lightning_memmap.sampling.rows import Rows, Shards, StoreRows, WindowedRows
 from lightning_memmap.schema import Decode, Windows
@@ -72,12 +72,14 @@ def test_each_window_is_in_one_shard_and_found_again(
     rows: Rows = StoreRows(Shards(len(lengths), num_shards))
     whole, chosen = None, range(len(lengths))
     if subset:
-        all_steps = Numbers(np.array(lengths)[rows.numbers_at(np.arange(len(lengths)))])
+        all_steps = FrozenArray(np.array(lengths)[rows.numbers_at(np.arange(len(lengths)))])
         if all_windows(lengths, length, stride):
             whole = WindowedRows(rows, ("x",), all_steps, length, stride)
         rows, chosen = StridedRows(0, 2).among(rows), range(0, len(lengths), 2)
     expected = [found for found in all_windows(lengths, length, stride) if found[0] in chosen]
-    steps = Numbers(np.array(lengths)[rows.dataset_rows(rows.numbers_at(np.arange(rows.num_rows)))])
+    steps = FrozenArray(
+        np.array(lengths)[rows.dataset_rows(rows.numbers_at(np.arange(rows.num_rows)))]
+    )
     if not expected:
         with pytest.raises(ValueError, match="the longest of the"):
             WindowedRows(rows, ("x",), steps, length, stride, whole)

@@ -45,7 +45,7 @@ class TwiceSampler(TableSampler):
     start: int = 0
 
     def offsets(self, epoch: int, shard: int) -> Integers:
-        size, count = int(self.pool.sizes[shard]), int(self.counts[shard])
+        size, count = int(self.pool.sizes[shard]), int(self.positions_per_shard[shard])
         places = (np.arange(count) + (epoch + self.start) % 2) % (size + size - size // 2)
         return np.where(places < size, places, places - size + size // 2)
 
@@ -55,7 +55,7 @@ class Newest(DrawnSampler):
     """The newest row of each shard alone, as often as it has positions."""
 
     def draw(self, epoch: int, shard: int) -> Integers:
-        return np.full(self.counts[shard], self.pool.sizes[shard] - 1)
+        return np.full(self.positions_per_shard[shard], self.pool.sizes[shard] - 1)
 
 
 def newest(pool: Pool, seed: int) -> Sampler:

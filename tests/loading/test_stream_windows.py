@@ -20,7 +20,7 @@ from lightning_memmap.loading.stream import (
     located_steps,
 )
 from lightning_memmap.sampling import Pool, Sampler, SequentialSampler, ShuffledSampler
-from lightning_memmap.sampling.identity import Numbers
+from lightning_memmap.sampling.identity import FrozenArray
 from lightning_memmap.sampling.rows import Shards, StoreRows, WindowedRows
 from lightning_memmap.sampling.schedule import Blocks
 from lightning_memmap.schema import Windows
@@ -42,7 +42,7 @@ def pools(draw: st.DrawFn) -> Pool:
 
 
 def over(series: Shards, lengths: list[int], length: int, stride: int) -> WindowedRows:
-    return WindowedRows(StoreRows(series), ("x",), Numbers(np.array(lengths)), length, stride)
+    return WindowedRows(StoreRows(series), ("x",), FrozenArray(np.array(lengths)), length, stride)
 
 
 @given(pools(), st.integers(1, 20), st.integers(0, 99), st.integers(1, 3))
@@ -58,7 +58,9 @@ def test_stretches_have_the_windows_of_a_run_and_no_window_more_steps_than_the_l
     windows, line = Blocks(order), pool.rows
     assert isinstance(line, WindowedRows)
     most = largest_block_steps(held, windows)
-    series: Any = SimpleNamespace(windows=line, shifts=np.zeros(len(line.counts), np.int64))
+    series: Any = SimpleNamespace(
+        windows=line, shifts=np.zeros(len(line.windows_per_series), np.int64)
+    )
     for number in range(len(windows)):
         begins, lengths = located_steps(series, np.array(held), windows, 1, number)
         firsts, counts = begins // line.stride, (lengths[:, 0] - line.length) // line.stride + 1
@@ -74,8 +76,8 @@ def test_stretches_have_the_windows_of_a_run_and_no_window_more_steps_than_the_l
             assert sorted(found) == sorted(wanted)
         # Steps that windows of a run have in common are there once.
         assert lengths.sum() <= most
-    everything = int((line.counts[line.counts > 0] - 1).sum()) * line.stride
-    everything += int((line.counts > 0).sum()) * line.length
+    everything = int((line.windows_per_series[line.windows_per_series > 0] - 1).sum()) * line.stride
+    everything += int((line.windows_per_series > 0).sum()) * line.length
     edges = np.array([0, line.num_rows])
     assert line.num_steps_before(edges, pool.is_striped).tolist() == [0, everything]
 

@@ -224,7 +224,7 @@ def test_rows_of_any_sizes_are_padded_packed_and_divided(
     chosen = rows[np.array(order, np.int64)]
     expected = [tensors[index] for index in order]
     assert torch.equal(
-        chosen.packed(), torch.cat([row.view(-1, *field.item_shape) for row in expected])
+        chosen.concatenated(), torch.cat([row.view(-1, *field.item_shape) for row in expected])
     )
     (part,) = chosen.split_with_sizes([len(order)])
     assert isinstance(part, VariableRows)
@@ -235,7 +235,7 @@ def test_rows_of_any_sizes_are_padded_packed_and_divided(
 
 @pytest.mark.parametrize("most_bytes", [1, 40, 2**22])
 @pytest.mark.parametrize("inference", [False, True])
-def test_steps_packed_together_have_their_own_rows(
+def test_steps_concatenated_with_neighbours_have_their_own_rows(
     monkeypatch: pytest.MonkeyPatch, most_bytes: int, inference: bool
 ) -> None:
     monkeypatch.setattr(variable_rows, "_TOGETHER_BYTES", most_bytes)
@@ -252,7 +252,7 @@ def test_steps_packed_together_have_their_own_rows(
     # In order, and not.
     for step, numbers in [*steps, *reversed(steps)]:
         with torch.inference_mode(inference):
-            packed = replace(step, allocate=allocate).packed_together()
+            packed = replace(step, allocate=allocate).concatenated_with_neighbours()
         assert torch.equal(packed, torch.cat([packed[:0], *(tensors[n] for n in numbers)]))
         assert not packed.is_inference()
     assert (len(asked) == 1) == (most_bytes == 2**22)

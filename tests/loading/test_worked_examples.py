@@ -14,7 +14,7 @@ from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.stream import Stream, runs_of
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import Pool, SequentialSampler
-from lightning_memmap.sampling.identity import Numbers
+from lightning_memmap.sampling.identity import FrozenArray
 from lightning_memmap.sampling.rows import Shards, StoreRows, WindowedRows
 from lightning_memmap.sampling.schedule import Blocks
 from lightning_memmap.store import Store, build_store
@@ -62,7 +62,7 @@ def test_files_of_several_stores_start_on_pages(tmp_path: Path) -> None:
 
 
 def test_windows_start_at_their_slots() -> None:
-    windows = WindowedRows(StoreRows(Shards(2, 1)), ("x",), Numbers(np.array([5, 4])), 3, 2)
+    windows = WindowedRows(StoreRows(Shards(2, 1)), ("x",), FrozenArray(np.array([5, 4])), 3, 2)
     begins = np.array([0, 5])
     series = SeriesSlots(windows, begins, begins, np.arange(2), CPU)
     assert series.slots(np.arange(3)).tolist() == [0, 2, 5]

@@ -74,7 +74,7 @@ class FirstRows(DrawnSampler):
     """Draws the first rows of each shard, as many as there are positions."""
 
     def draw(self, epoch: int, shard: int) -> Any:
-        return np.arange(self.counts[shard]) % self.pool.sizes[shard]
+        return np.arange(self.positions_per_shard[shard]) % self.pool.sizes[shard]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_memmap.sampling import Curriculum, Mixture, Pool, Sampler, Weighted
 from lightning_memmap.sampling.factory import make_sampler
-from lightning_memmap.sampling.identity import Numbers
+from lightning_memmap.sampling.identity import FrozenArray
 from lightning_memmap.sampling.mixture import MixtureSampler
 from lightning_memmap.sampling.rows import JoinedRows, Shards, StoreRows, WindowedRows
 from tests.support.rows import at, pool_of
@@ -123,7 +123,7 @@ def test_sampler_of_huge_sets_keeps_nothing_for_a_row() -> None:
 
 def test_windows_over_series_are_mixed() -> None:
     series = joined([5, 9], 3)
-    line = WindowedRows(series, ("x",), Numbers(np.full(14, 20)), 5, 3)
+    line = WindowedRows(series, ("x",), FrozenArray(np.full(14, 20)), 5, 3)
     factory = Mixture({"a": 0.5, "b": 0.5}, 120)
     made = make_sampler(factory, Pool.of(line, 3), 0, FIELDS, 4)
     stores = series.stores_of(line.store_rows(rows_of(made, 0)))

@@ -36,7 +36,7 @@ def packs_at(sampler: PackedSampler, epoch: int, positions: Any) -> list[Pack]:
     starts = np.zeros_like(rows) if pieces.starts is None else pieces.starts
     columns = zip(rows.tolist(), starts.tolist(), pieces.lengths[:, 0].tolist(), strict=True)
     documents = [*columns]
-    stops = np.cumsum(pieces.counts).tolist()
+    stops = np.cumsum(pieces.documents_per_pack).tolist()
     return [documents[a:b] for a, b in zip([0, *stops], stops, strict=False)]
 
 
@@ -239,7 +239,7 @@ def test_mixture_has_its_shares_in_every_epoch(shares: Any, shares_of: str) -> N
     for part in (drawn[:600], drawn[600:]):
         # A shard of one more or one less row reads its rows a little faster or slower.
         assert part.max() - part.min() <= 2
-    assert 0 <= sampler.unused < 0.15
+    assert 0 <= sampler.padding_fraction < 0.15
     for shard in range(4):
         home = {*sampler.pool.shard_dataset_rows(shard).tolist()}
         assert {row for pack in packs[shard::4] for row, *_ in pack} <= home

@@ -114,8 +114,8 @@ def test_long_blocks_leave_little_unused(sigma: float) -> None:
     packs = sampler.shuffle_block
     assert packs is not None
     # In each block of a shard, at most a pack or two.
-    assert sampler.unused < 2.5 / packs
-    assert made(lengths, 1000, 2048, 24, split=True).unused < 0.005
+    assert sampler.padding_fraction < 2.5 / packs
+    assert made(lengths, 1000, 2048, 24, split=True).padding_fraction < 0.005
 
 
 def test_packs_in_blocks_with_several_fields_hold_what_each_may() -> None:
@@ -166,7 +166,7 @@ def test_each_block_of_a_mixture_has_its_shares(shares: Any, shares_of: str) -> 
     for part in (drawn[:6000], drawn[6000:]):
         # A group whose documents don't fit in its packs repeats those of epoch 0.
         assert part.max() - part.min() <= 2
-    assert 0 <= sampler.unused < 0.1
+    assert 0 <= sampler.padding_fraction < 0.1
 
 
 @pytest.mark.parametrize(

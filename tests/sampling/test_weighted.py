@@ -71,7 +71,7 @@ def test_lengths_fill_the_line_and_shards_cover_it(
 ) -> None:
     sampler = made(given_weights, num_shards, num_samples=num_samples)
     pool, lengths = sampler.pool, sampler.lengths.array
-    assert sampler.counts.tolist() == [
+    assert sampler.positions_per_shard.tolist() == [
         len(range(shard, num_samples, num_shards)) for shard in range(num_shards)
     ]
     # In whole units, and so exactly as long as the epoch.

@@ -12,7 +12,7 @@ from lightning_memmap.sampling import (
     ShuffledSampler,
     Weighted,
 )
-from lightning_memmap.sampling.identity import Numbers
+from lightning_memmap.sampling.identity import FrozenArray
 from lightning_memmap.sampling.mixture import Sets, _read_in_turn
 from lightning_memmap.sampling.permutations import BlockPermutation, _Rotated
 from lightning_memmap.sampling.rows import Shards, StoreRows, WindowedRows
@@ -53,7 +53,7 @@ def test_windows_are_numbered_series_after_series() -> None:
         def numbers_at(self, ranks: np.ndarray) -> np.ndarray:
             return 1 - ranks
 
-    windows = WindowedRows(BFirst(Shards(2, 1)), ("x",), Numbers(np.array([5, 6])), 3, 2)
+    windows = WindowedRows(BFirst(Shards(2, 1)), ("x",), FrozenArray(np.array([5, 6])), 3, 2)
     numbers = np.arange(4)
     assert windows.file_rows(numbers).tolist() == [2, 3, 0, 1]
     assert windows.names(numbers) == [[0, 0], [0, 2], [1, 0], [1, 2]]
@@ -63,7 +63,9 @@ def test_pools_are_striped_contiguous_or_chosen() -> None:
     rows = StoreRows(SEVEN)
     striped = Pool.of(rows, 3, True)
     assert rows_of_shards(striped) == [[0, 3, 6], [1, 4], [2, 5]]
-    line = Pool.of(WindowedRows(StoreRows(Shards(1, 1)), ("x",), Numbers(np.array([7])), 1, 1), 3)
+    line = Pool.of(
+        WindowedRows(StoreRows(Shards(1, 1)), ("x",), FrozenArray(np.array([7])), 1, 1), 3
+    )
     assert rows_of_shards(line) == [[0, 1, 2], [3, 4], [5, 6]]
     chosen = striped.choose(np.array([2, 2, 2]), np.array([1, 2, 2, 4, 5, 6]))
     assert rows_of_shards(chosen) == [[3, 6], [6, 4], [2, 5]]
@@ -79,7 +81,7 @@ def test_drawn_sampler_draws_permutes_and_arranges() -> None:
     pool = pool_of(9, 3)
     pool = pool.choose(np.array([4, 3, 3]), np.array([0, 1, 2, 2, 3, 4, 5, 6, 7, 8]))
     order = Example(pool, num_samples=11)
-    assert order.counts.tolist() == [4, 4, 3]
+    assert order.positions_per_shard.tolist() == [4, 4, 3]
     rows = order.dataset_rows(0, range(11))
     assert sorted(rows[1::3].tolist()) == [1, 4, 4, 7]
 
@@ -114,7 +116,7 @@ def test_weighted_rows_are_laid_out_on_a_line() -> None:
     sampler = Weighted([2, 1, 1, 1, 1, 1, 1], num_samples=8).make(
         Pool.of(StoreRows(Shards(7, 1)), 3, False), 0, OneField()
     )
-    assert sampler.counts.tolist() == [3, 3, 2]
+    assert sampler.positions_per_shard.tolist() == [3, 3, 2]
     assert rows_of_shards(sampler.pool) == [[0, 1], [2, 3, 4], [5, 6]]
     rows = sampler.dataset_rows(0, range(8))
     assert sorted(rows.tolist()) == [0, 0, 1, 2, 3, 4, 5, 6]

@@ -167,8 +167,11 @@ def paddings(
     yield "bfd of each 1,000 rows (TRL)", f"{trl(lengths, limit):.2%}"
     unused, lost = axolotl(lengths, limit)
     yield "ffd per rank of 8 (axolotl)", f"{unused:.2%}, and {lost:.2%} of tokens in no step"
-    yield "Packed, 1 to 96 devices", f"{packed(lengths, limit, num_shards).unused:.2%}"
-    yield "Packed, split=True", f"{packed(lengths, limit, num_shards, split=True).unused:.2%}"
+    yield "Packed, 1 to 96 devices", f"{packed(lengths, limit, num_shards).padding_fraction:.2%}"
+    yield (
+        "Packed, split=True",
+        f"{packed(lengths, limit, num_shards, split=True).padding_fraction:.2%}",
+    )
 
 
 def plan(num_rows: int, block: int | None) -> None:
@@ -188,7 +191,7 @@ def plan(num_rows: int, block: int | None) -> None:
     print(
         f"{num_rows:,} documents: set-up {made - start:.2f} s, an epoch {done - made:.2f} s,"
         f" {peak / 1024:.0f} MiB more at the peak, {sampler.num_positions:,} packs,"
-        f" {sampler.unused:.2%} unused"
+        f" {sampler.padding_fraction:.2%} unused"
     )
 
 
@@ -238,7 +241,7 @@ def throughput(num_steps: int, limit: int = 1024, tokens_a_step: int = 4096) -> 
     sampler = packed(lengths, limit, 24)
     batches: dict[str, list[tuple[list[list[int]], int]]] = {}
     pieces = sampler.pieces(1, np.arange(num_steps * tokens_a_step // limit))
-    stops = np.cumsum(pieces.counts)
+    stops = np.cumsum(pieces.documents_per_pack)
     packs = [part.tolist() for part in np.split(pieces.lengths[:, 0], stops[:-1])]
     size = tokens_a_step // limit
     batches["Packed"] = [(packs[n : n + size], limit) for n in range(0, len(packs), size)]

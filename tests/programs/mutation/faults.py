@@ -128,8 +128,8 @@ _SAMPLING = [
     Fault(
         "sampling/rows.py",
         "the last window of a series is lost",
-        "(self.steps.array - self.length) // self.stride + 1)",
-        "(self.steps.array - self.length) // self.stride)",
+        "(self.steps.array - self.length) // self.stride + 1",
+        "(self.steps.array - self.length) // self.stride",
         ("tests/data/test_windows.py::test_each_window_is_in_one_shard_and_found_again",),
     ),
     Fault(
@@ -160,8 +160,8 @@ _PACKING = [
     Fault(
         "sampling/packing.py",
         "a pack has one document more than max_documents",
-        "room.close(counts[windows, pack] >= max_documents",
-        "room.close(counts[windows, pack] > max_documents",
+        "room.close(documents_per_pack[windows, pack] >= max_documents",
+        "room.close(documents_per_pack[windows, pack] > max_documents",
         ("tests/sampling/test_packed.py::test_each_token_comes_once_at_a_position_of_its_shard",),
     ),
     Fault(
