@@ -1,12 +1,12 @@
-"""Find wrong labels, and train without them: scikit-learn's digits with labels that were changed.
+"""Find wrong labels, and train without them: scikit-learn's digits, some with changed labels.
 
     pip install cleanlab
+    python examples/data_bench.py
     python examples/data_bench.py --page docs/data_bench.md
 
 Each fold predicts the rows that it holds out, and cleanlab finds labels that these predictions
-contradict. Further trainings leave rows out, or draw them less often. All trainings share one
-store. Their time is compared with trainings through a DataLoader. The figures are printed, or
-written into a page.
+contradict. Further runs leave rows out, or draw them less often. All runs share one store. Their
+time is compared with runs through a DataLoader. The figures are printed, or written into a page.
 """
 
 import logging
@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from cleanlab.filter import find_label_issues
 from jsonargparse import auto_cli
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy
 
 from examples.data.digits import Digits
-from examples.digits import DigitsClassifier
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.callbacks import RowResults
 from lightning_memmap.results import Results, RowLog, read_row_results
@@ -54,12 +54,31 @@ class NoisyDigits(Digits):
         self.labels = np.where(self.is_wrong, other, true).tolist()
 
 
-class LoggingClassifier(RowLog, DigitsClassifier):
+class LoggingClassifier(RowLog, L.LightningModule):
     """Logs the loss of each training row, and the probabilities of each row that is held out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.test_accuracy = MulticlassAccuracy(10, average="micro")
+        self.network = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1, bias=False),
+            nn.GroupNorm(4, 16),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, padding=1, bias=False),
+            nn.GroupNorm(4, 32),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(32, 32, 3, padding=1, bias=False),
+            nn.GroupNorm(4, 32),
+            nn.ReLU(),
+            nn.AdaptiveMaxPool2d(4),
+            nn.Flatten(),
+            nn.Linear(32 * 4 * 4, 10),
+        )
 
     def forward(self, image: Tensor) -> Tensor:
         """Logits of shape (B, 10) for uint8 images of shape (B, 1, 8, 8)."""
-        return super().forward((image / 255 - 0.305) / 0.376)
+        return self.network((image / 255 - 0.305) / 0.376)  # type: ignore[no-any-return]
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Compute the cross-entropy of a batch, and log it for each row."""
@@ -70,6 +89,15 @@ class LoggingClassifier(RowLog, DigitsClassifier):
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Log the probabilities of all classes for each row."""
         self.log_rows("probabilities", self(batch["image"]).softmax(1))
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Log ``test_accuracy``."""
+        self.test_accuracy(self(batch["image"]), batch["label"])
+        self.log("test_accuracy", self.test_accuracy)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Adam."""
+        return torch.optim.Adam(self.parameters(), lr=2e-3)
 
 
 def fit(data: Any, seed: int, max_epochs: int, *callbacks: L.Callback) -> float:
@@ -152,7 +180,7 @@ def measure(
         f"From out-of-fold probabilities of {num_folds} folds, cleanlab names {is_issue.sum()}"
         f" labels, and {(is_issue & train.is_wrong).sum()} of them had been changed.",
         "",
-        f"A training takes {statistics.median(store_s):.2f} s of CPU time from the store and"
+        f"One run takes {statistics.median(store_s):.2f} s of CPU time from the store and"
         f" {statistics.median(loader_s):.2f} s through a DataLoader (medians of {num_seeds},"
         " alternately in one process with one thread).",
     ]
@@ -169,9 +197,9 @@ def main(
 
     Args:
         noise: The fraction of rows whose labels are changed.
-        num_seeds: Trainings of each variant.
-        num_folds: Folds, each of which predicts what it holds out.
-        max_epochs: Epochs of each training.
+        num_seeds: Number of runs of each variant.
+        num_folds: Number of folds. Each one predicts the rows that it holds out.
+        max_epochs: Epochs of each run.
         page: A page whose figures are replaced.
     """
     # The model is too small for more threads.

@@ -1,10 +1,10 @@
-"""Classify small grey images: scikit-learn's digits.
+"""Classify small grey images with memmap_superbatch: scikit-learn's digits.
 
     python examples/digits.py
     lightning-memmap fit --config examples/configs/digits.yaml
 
-The images are stored once as uint8 and stay resident on the data devices. Random shifts and the
-conversion to normalised floats happen later, to each batch, on the data device that fetched it.
+The images are stored once, as uint8, and stay in the memory of the data devices. In each step,
+every device shifts and normalises its images, and the first device trains on all of them.
 """
 
 import lightning as L
@@ -15,58 +15,13 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from examples.data.digits import Digits
-from examples.networks import convolution
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.transforms import RowRandom
+from lightning_memmap.augmentations import Compose, RandomCrop
 
 
-class Normalize(nn.Module):
-    """Batch transform: uint8 images to normalised floats.
-
-    Args:
-        mean: Mean of the pixels, scaled from 0..255 to 0..1.
-        std: Their standard deviation.
-    """
-
-    def __init__(self, mean: float, std: float) -> None:
-        super().__init__()
-        self.mean = mean
-        self.std = std
-
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Convert ``image``, uint8 of shape (B, C, H, W), to float32 of the same shape."""
-        image = batch["image"].float().div_(255).sub_(self.mean).div_(self.std)
-        return {**batch, "image": image}
-
-
-class ShiftAndNormalize(Normalize):
-    """Batch transform for training: shift each image a little, then normalise it.
-
-    Args:
-        mean: See `Normalize`.
-        std: See `Normalize`.
-        max_shift: The most pixels that an image moves in each direction, onto a black border.
-    """
-
-    def __init__(self, mean: float, std: float, max_shift: int = 1) -> None:
-        super().__init__(mean, std)
-        self.max_shift = max_shift
-
-    def forward(  # type: ignore[override]  # random numbers for each row
-        self, batch: dict[str, Tensor], random: RowRandom
-    ) -> dict[str, Tensor]:
-        """Transform ``image``, uint8 of shape (B, C, H, W); each row moves independently."""
-        image = batch["image"]
-        device = image.device
-        rows, channels, height, width = image.shape
-        num_shifts = 2 * self.max_shift + 1
-        shift = random.randint(2, high=num_shifts)
-        y = (torch.arange(height, device=device) + shift[:, :1])[:, None, :, None]
-        x = (torch.arange(width, device=device) + shift[:, 1:])[:, None, None, :]
-        row = torch.arange(rows, device=device).view(-1, 1, 1, 1)
-        channel = torch.arange(channels, device=device).view(-1, 1, 1)
-        shifted = F.pad(image, [self.max_shift] * 4)[row, channel, y, x]
-        return super().forward({**batch, "image": shifted})
+def normalize(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Turn ``image``, uint8 of shape (B, 1, H, W), into normalised float32."""
+    return {**batch, "image": (batch["image"] / 255 - 0.305) / 0.376}
 
 
 class DigitsClassifier(L.LightningModule):
@@ -83,11 +38,18 @@ class DigitsClassifier(L.LightningModule):
         self.lr = lr
         self.val_accuracy = MulticlassAccuracy(10, average="micro")
         self.test_accuracy = MulticlassAccuracy(10, average="micro")
+        # Group norm, unlike batch norm, doesn't depend on how rows are divided over devices.
         self.network = nn.Sequential(
-            convolution(1, width),
-            convolution(width, 2 * width),
+            nn.Conv2d(1, width, 3, padding=1, bias=False),
+            nn.GroupNorm(4, width),
+            nn.ReLU(),
+            nn.Conv2d(width, 2 * width, 3, padding=1, bias=False),
+            nn.GroupNorm(4, 2 * width),
+            nn.ReLU(),
             nn.MaxPool2d(2),
-            convolution(2 * width, 2 * width),
+            nn.Conv2d(2 * width, 2 * width, 3, padding=1, bias=False),
+            nn.GroupNorm(4, 2 * width),
+            nn.ReLU(),
             nn.AdaptiveMaxPool2d(4),
             nn.Flatten(),
             nn.Linear(2 * width * 4 * 4, 10),
@@ -138,8 +100,8 @@ def main(devices: int = 4, max_epochs: int = 10) -> None:
         *(Digits(split) for split in ("train", "val", "test")),
         store_dir="stores/digits",
         batch_size=16,
-        transform=ShiftAndNormalize(mean=0.305, std=0.376),
-        eval_transform=Normalize(mean=0.305, std=0.376),
+        transform=Compose([RandomCrop(padding=1), normalize]),
+        eval_transform=normalize,
     )
     trainer = L.Trainer(
         strategy="memmap_superbatch",

@@ -1,17 +1,16 @@
-"""Classify patches of photographs in PNG files, in several processes.
+"""Classify patches of photographs in PNG files, in several processes under ddp.
 
     python examples/photos.py
+    python examples/photos.py --encoded true
     lightning-memmap fit --config examples/configs/photos.yaml
     lightning-memmap compare --config examples/configs/photos.yaml
 
-Decoding a file takes longer than training on it, and a DataLoader decodes every file again in every
-epoch. The store has the decoded images, so each epoch only augments them. If the decoded images
-don't fit into memory, use ``--encoded true``: the store then keeps the files, and threads decode
-them while the model trains. The classes are the photograph of a patch, and whether it is upside
-down.
+A DataLoader decodes every file again in every epoch. The store has the decoded images, so a step
+only crops and mirrors them. If decoded images don't fit into memory, use ``--encoded true``: the
+store keeps the files, and threads decode them while the model trains.
 
-Lightning's own ``ddp`` starts a process for each device. Each process keeps its part of the store
-on its device.
+The classes are the photograph of a patch, and whether it is upside down. Lightning's own ``ddp``
+starts a process for each device, and each process reads its own rows of the store.
 """
 
 import lightning as L
@@ -22,57 +21,42 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from examples.data.photographs import CLASSES, Photos
-from examples.networks import convolution
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.schema import Decode
 from lightning_memmap.transforms import RowRandom
 
-
-def normalize(image: Tensor) -> Tensor:
-    """Convert bytes to float32 numbers from -2 to 2."""
-    return image.float().sub_(127.5).div_(64)
+#: Height and width of the crops.
+SIZE = 48
 
 
-class CropAndNormalize(nn.Module):
-    """Batch transform: crop the middle of each image, and normalise it.
+def crop_and_normalize(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Crop the middle of ``image``, uint8 of (B, 3, H, W), and turn it into float32."""
+    height, width = batch["image"].shape[2:]
+    y = (height - SIZE) // 2
+    x = (width - SIZE) // 2
+    return normalize(batch, batch["image"][:, :, y : y + SIZE, x : x + SIZE])
 
-    Args:
-        size: Height and width of a crop.
+
+def random_crop_and_flip(batch: dict[str, Tensor], random: RowRandom) -> dict[str, Tensor]:
+    """Crop each image at a random place, mirror half of them, and normalise them.
+
+    `lightning_memmap.augmentations` has the same as `RandomCrop` and `RandomFlip`. This shows how
+    to write one yourself: ``random`` has numbers for each row.
     """
-
-    def __init__(self, size: int = 48) -> None:
-        super().__init__()
-        self.size = size
-
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Turn ``image``, uint8 of (B, C, H, W), into float32 of (B, C, size, size)."""
-        height, width = batch["image"].shape[2:]
-        y = (height - self.size) // 2
-        x = (width - self.size) // 2
-        crop = batch["image"][:, :, y : y + self.size, x : x + self.size]
-        return {**batch, "image": normalize(crop)}
+    image = batch["image"]
+    rows, _, height, width = image.shape
+    y = random.randint(high=height - SIZE + 1)
+    x = random.randint(high=width - SIZE + 1)
+    # A view of every possible crop; one crop is copied for each row.
+    crops = image.unfold(2, SIZE, 1).unfold(3, SIZE, 1)
+    chosen = crops[torch.arange(rows, device=image.device), :, y, x]
+    mirrored = random.bernoulli()[:, None, None, None]
+    return normalize(batch, torch.where(mirrored, chosen.flip(-1), chosen))
 
 
-class RandomCropAndFlip(CropAndNormalize):
-    """Batch transform for training: crop each image at random, mirror half of them, normalise.
-
-    Args:
-        size: Height and width of a crop.
-    """
-
-    def forward(  # type: ignore[override]  # random numbers for each row
-        self, batch: dict[str, Tensor], random: RowRandom
-    ) -> dict[str, Tensor]:
-        """Transform ``image`` like `CropAndNormalize`, with a random position for each row."""
-        image = batch["image"]
-        rows, _, height, width = image.shape
-        y = random.randint(high=height - self.size + 1)
-        x = random.randint(high=width - self.size + 1)
-        # A view of every possible crop; one crop is copied for each row.
-        crops = image.unfold(2, self.size, 1).unfold(3, self.size, 1)
-        chosen = crops[torch.arange(rows, device=image.device), :, y, x]
-        mirrored = random.bernoulli()[:, None, None, None]
-        return {**batch, "image": normalize(torch.where(mirrored, chosen.flip(-1), chosen))}
+def normalize(batch: dict[str, Tensor], image: Tensor) -> dict[str, Tensor]:
+    """Replace ``image`` by bytes that are converted to float32 numbers from -2 to 2."""
+    return {**batch, "image": image.float().sub_(127.5).div_(64)}
 
 
 class PhotoClassifier(L.LightningModule):
@@ -90,10 +74,17 @@ class PhotoClassifier(L.LightningModule):
         self.val_accuracy = MulticlassAccuracy(len(CLASSES), average="micro")
         self.test_accuracy = MulticlassAccuracy(len(CLASSES), average="micro")
         self.network = nn.Sequential(
-            # Smooth: rounding would move all pixels of a plain sky over the edge of a ReLU.
-            convolution(3, width, 2, nn.SiLU),
-            convolution(width, 2 * width, 2, nn.SiLU),
-            convolution(2 * width, 4 * width, 2, nn.SiLU),
+            nn.Conv2d(3, width, 3, stride=2, padding=1, bias=False),
+            # Group norm, unlike batch norm, doesn't depend on how rows are divided over devices.
+            nn.GroupNorm(4, width),
+            # SiLU is smooth: a rounding error can't push all pixels of a plain sky across an edge.
+            nn.SiLU(),
+            nn.Conv2d(width, 2 * width, 3, stride=2, padding=1, bias=False),
+            nn.GroupNorm(4, 2 * width),
+            nn.SiLU(),
+            nn.Conv2d(2 * width, 4 * width, 3, stride=2, padding=1, bias=False),
+            nn.GroupNorm(4, 4 * width),
+            nn.SiLU(),
             nn.AdaptiveAvgPool2d(4),
             nn.Flatten(),
             nn.Linear(4 * width * 4 * 4, len(CLASSES)),
@@ -140,16 +131,16 @@ def main(
     Args:
         devices: Number of processes, each with a GPU if there is one.
         max_epochs: Epochs to train.
-        encoded: Keep the images encoded in the stores.
-        strategy: Another strategy trains on the same rows in every step.
+        encoded: Store the files, and decode them in every epoch.
+        strategy: Name of a strategy. All have the same rows in every step.
     """
     L.seed_everything(0)
     data = MemmapDataModule(
         *(Photos(split, mode=None if encoded else "RGB") for split in ("train", "val", "test")),
         store_dir="stores/photos-encoded" if encoded else "stores/photos",
         batch_size=32,
-        transform=RandomCropAndFlip(),
-        eval_transform=CropAndNormalize(),
+        transform=random_crop_and_flip,
+        eval_transform=crop_and_normalize,
         decode={"image": Decode()} if encoded else None,
     )
     trainer = L.Trainer(

@@ -4,41 +4,40 @@
     python examples/speech.py
     lightning-memmap fit --config examples/configs/speech.yaml
 
-The store keeps sounds as long as they are, without padding. A batch is padded to its longest row,
-and ``lengths`` says how much of each row is sound: the spectrogram is computed from it on the data
-devices, and the network averages over nothing else.
+The store keeps each sound without padding. A batch is padded to its longest row, and ``lengths``
+has the number of values in each row. In each step, the data devices compute spectrograms, and the
+network averages over the frames that aren't padding.
 
-The recordings are telephone prompts; those in English and in Spanish are by the same speaker.
+The recordings are telephone prompts. The English and the Spanish ones are by the same speaker.
 """
 
 from typing import Any
 
 import lightning as L
 import torch
+import torch.nn.functional as F
 from jsonargparse import auto_cli
 from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
 
-from examples.classifier import Classifier
 from examples.data.prompts import FOLDER, LANGUAGES, Prompts
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import Padded
 
 
-class Spectrogram(nn.Module):
-    """Batch transform: sounds to the logarithms of their spectrograms."""
+def spectrogram(batch: dict[str, Any]) -> dict[str, Any]:
+    """Turn ``sound``, int16 of (B, longest), into the logarithm of its spectrogram.
 
-    def forward(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Turn ``sound`` of (B, longest) into float32 of (B, frames, 129), still padded."""
-        values, lengths = batch["sound"]
-        window = torch.hann_window(256, device=values.device)
-        frames = torch.stft(
-            values / 32768, 256, 128, window=window, center=False, return_complex=True
-        )
-        sound = Padded(frames.abs().add(1e-3).log().mT, (lengths - 256) // 128 + 1)
-        return {**batch, "sound": sound}
+    The result is float32 of shape (B, frames, 129), padded like the sound.
+    """
+    values, lengths = batch["sound"]
+    window = torch.hann_window(256, device=values.device)
+    frames = torch.stft(values / 32768, 256, 128, window=window, center=False, return_complex=True)
+    logarithms = frames.abs().add(1e-3).log().mT
+    return {**batch, "sound": Padded(logarithms, (lengths - 256) // 128 + 1)}
 
 
-class LanguageClassifier(Classifier):
+class LanguageClassifier(L.LightningModule):
     """Two convolutions over time, and the mean over the frames of each sound.
 
     Args:
@@ -47,8 +46,11 @@ class LanguageClassifier(Classifier):
     """
 
     def __init__(self, lr: float = 2e-3, width: int = 64) -> None:
-        super().__init__(len(LANGUAGES), lr, field="sound")
+        super().__init__()
         self.save_hyperparameters()
+        self.lr = lr
+        self.val_accuracy = MulticlassAccuracy(len(LANGUAGES), average="micro")
+        self.test_accuracy = MulticlassAccuracy(len(LANGUAGES), average="micro")
         self.network = nn.Sequential(
             nn.Conv1d(129, width, 5), nn.ReLU(), nn.Conv1d(width, width, 5), nn.ReLU()
         )
@@ -57,11 +59,39 @@ class LanguageClassifier(Classifier):
     def forward(self, sound: Padded) -> Tensor:
         """Logits of shape (B, 3) for padded spectrograms of at least 9 frames."""
         features: Tensor = self.network(sound.values.mT)
-        # The convolutions need four frames on either side: skip frames next to the padding.
-        count = (sound.lengths - 8)[:, None]
-        is_sound = torch.arange(features.shape[2], device=count.device) < count
-        mean = (features * is_sound[:, None]).sum(2) / count
+        # Two convolutions of width 5 shorten each sound by 8 frames. What follows is padding.
+        num_frames = (sound.lengths - 8)[:, None]
+        is_sound = torch.arange(features.shape[2], device=num_frames.device) < num_frames
+        mean = (features * is_sound[:, None]).sum(2) / num_frames
         return self.head(mean)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """Compute the cross-entropy of a batch, logged as ``train_loss``."""
+        loss = F.cross_entropy(self(batch["sound"]), batch["label"])
+        rows = len(batch["label"])
+        self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=rows)
+        return loss
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Log ``val_loss`` and ``val_accuracy``."""
+        logits = self(batch["sound"])
+        loss = F.cross_entropy(logits, batch["label"])
+        self.val_accuracy(logits, batch["label"])
+        self.log("val_loss", loss, sync_dist=True, batch_size=len(logits))
+        self.log("val_accuracy", self.val_accuracy, prog_bar=True)
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Log ``test_accuracy``."""
+        self.test_accuracy(self(batch["sound"]), batch["label"])
+        self.log("test_accuracy", self.test_accuracy)
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """Predict the most likely class of each row, int64 of shape (B,)."""
+        return torch.argmax(self(batch["sound"]), dim=1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Adam."""
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
 
 
 def main(folder: str = FOLDER, devices: int = 2, max_epochs: int = 6) -> None:
@@ -77,8 +107,8 @@ def main(folder: str = FOLDER, devices: int = 2, max_epochs: int = 6) -> None:
         *(Prompts(split, folder) for split in ("train", "val", "test")),
         store_dir="stores/speech",
         batch_size=16,
-        transform=Spectrogram(),
-        eval_transform=Spectrogram(),
+        transform=spectrogram,
+        eval_transform=spectrogram,
     )
     trainer = L.Trainer(
         strategy="memmap_superbatch",

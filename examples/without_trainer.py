@@ -1,11 +1,11 @@
-"""Train without a Trainer: a loop of your own over the loader, with Lightning Fabric.
+"""Train without a Trainer: a loop of your own with Lightning Fabric.
 
     python examples/without_trainer.py
     python examples/without_trainer.py --devices 2
 
-The loader is used as torch's own. With several processes, each gets its rows of the same global
-batches. A checkpoint has the loader's position: a run that was stopped inside an epoch continues
-with the next row that it has not seen. Run the program again to see that.
+Each process gets its own rows of the same global batches. A checkpoint has the position of the
+loader, so a run that was stopped inside an epoch continues with the next unseen row. To see that,
+add ``--stop_after 30``, and run the program again without it.
 """
 
 from pathlib import Path
@@ -15,38 +15,61 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from jsonargparse import auto_cli
+from torch import Tensor, nn
 
 from examples.data.digits import Digits
-from examples.digits import DigitsClassifier, Normalize, ShiftAndNormalize
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.augmentations import Compose, RandomCrop
 
 
-def accuracy(model: Any, loader: Any) -> tuple[int, int]:
-    """Count the rows of this process that a model classifies correctly, and all rows.
+def normalize(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Turn ``image``, uint8 of shape (B, 1, 8, 8), into normalised float32."""
+    return {**batch, "image": (batch["image"] / 255 - 0.305) / 0.376}
+
+
+def make_network() -> nn.Module:
+    """Make a small network for 8x8 images of 10 classes."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64 * 4 * 4, 10),
+    )
+
+
+def count_correct(model: Any, loader: Any) -> tuple[int, int]:
+    """Count the rows of this process, and those that a model classifies correctly.
 
     Args:
         model: Computes the logits of images.
         loader: Yields batches.
+
+    Returns:
+        The number of correct rows, and of all rows.
     """
-    right = rows = 0
+    correct = 0
+    rows = 0
     with torch.inference_mode():
         for batch in loader:
-            chosen = model(batch["image"]).argmax(1)
-            right += int((chosen == batch["label"]).sum())
-            rows += len(chosen)
-    return right, rows
+            predicted = model(batch["image"]).argmax(1)
+            correct += int((predicted == batch["label"]).sum())
+            rows += len(predicted)
+    return correct, rows
 
 
 def main(
     devices: int = 1, max_epochs: int = 3, batch_size: int = 64, stop_after: int | None = None
 ) -> None:
-    """Train, validate, and save a checkpoint in each epoch and where the program stops.
+    """Train and validate, and save a checkpoint after each epoch and when the program stops.
 
     Args:
         devices: Processes, each with a GPU if there is one.
         max_epochs: Epochs to train.
-        batch_size: Rows of a step per process.
-        stop_after: Stop after this number of steps, as an interrupt would.
+        batch_size: Rows of each process in a step.
+        stop_after: Stop after this number of steps, as if the run were interrupted.
     """
     fabric = L.Fabric(devices=devices, strategy="ddp" if devices > 1 else "auto")
     fabric.launch()
@@ -56,15 +79,15 @@ def main(
         Digits("val"),
         store_dir="stores/without_trainer",
         batch_size=batch_size,
-        transform=ShiftAndNormalize(mean=0.305, std=0.376),
-        eval_transform=Normalize(mean=0.305, std=0.376),
+        transform=Compose([RandomCrop(padding=1), normalize]),
+        eval_transform=normalize,
     )
     data.use_fabric(fabric)
     data.prepare_data()
     data.setup("fit")
     loaders: Any = data.train_dataloader(), data.val_dataloader()
     loader, val_loader = fabric.setup_dataloaders(*loaders)
-    network = DigitsClassifier().network
+    network = make_network()
     optimizer = torch.optim.Adam(network.parameters(), lr=2e-3)
     model, optimizer = fabric.setup(network, optimizer)
 
@@ -92,10 +115,10 @@ def main(
                 return
         state["epoch"] += 1
         fabric.save(checkpoint, state)
-        counts = torch.tensor(accuracy(model, val_loader))
+        counts = torch.tensor(count_correct(model, val_loader))
         total: Any = fabric.all_reduce(counts, reduce_op="sum")
-        right, rows = total.tolist()
-        fabric.print(f"epoch {state['epoch']}: accuracy {right / rows:.4f} of {rows} rows")
+        correct, rows = total.tolist()
+        fabric.print(f"epoch {state['epoch']}: accuracy {correct / rows:.4f} of {rows} rows")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from examples.folders import made_at_once
+from examples.data.folders import atomic_folder
 from lightning_memmap import ImageFolder
 
 #: The folders of each split.
@@ -55,7 +55,7 @@ def make_photos(directory: Path, *, num_rows: int, seed: int) -> None:
     """
     temple, flower = load_sample_images().images
     rng = np.random.default_rng(seed)
-    with made_at_once(directory) as partial:
+    with atomic_folder(directory) as partial:
         for name in CLASSES:
             (partial / name).mkdir()
         for row in range(num_rows):

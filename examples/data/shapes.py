@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageDraw
 from torch.utils.data import Dataset
 
-from examples.folders import made_at_once
+from examples.data.folders import atomic_folder
 
 #: Class ``k + 1`` of a mask is ``KINDS[k]``; class 0 is the background.
 KINDS = ("circle", "cross", "triangle")
@@ -76,7 +76,7 @@ def make_shapes(directory: Path, *, num_rows: int, seed: int) -> None:
         seed: Seed of all random numbers.
     """
     rng = np.random.default_rng(seed)
-    with made_at_once(directory) as partial:
+    with atomic_folder(directory) as partial:
         for kind in ("images", "masks"):
             (partial / kind).mkdir()
         with open(partial / "labels.csv", "w", newline="", encoding="utf-8") as file:

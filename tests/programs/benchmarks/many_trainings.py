@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from examples.data.digits import Digits
-from examples.digits import DigitsClassifier, Normalize
+from examples.digits import DigitsClassifier, normalize
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.callbacks import RowResults
 from lightning_memmap.results import RowLog
@@ -42,7 +42,7 @@ def train(folder: Path, seed: int) -> None:
         Digits("train"),
         store_dir=folder / "stores",
         batch_size=64,
-        transform=Normalize(mean=0.305, std=0.376),
+        transform=normalize,
         seed=seed,
     )
     trainer = L.Trainer(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.boxes import BoxF1
+from examples.detection import BoxF1
 from lightning_memmap import open_store
 from tests.programs.examples.test_examples import ROOT, logged, metric, run, run_cli
 

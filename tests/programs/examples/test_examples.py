@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from examples import gpt, kfold
-from examples.augmentation import MirrorAndTurn
 from examples.data.breast_cancer import BreastCancer
 from examples.data.digits import Digits
+from examples.data.folders import atomic_folder
 from examples.data.shapes import Shapes
-from examples.folders import made_at_once
+from examples.segmentation import mirror_and_turn
 from lightning_memmap import open_store
+from lightning_memmap.transforms import RowRandom
 from tests.support.preloaded import python
 from tests.support.versions import weights_only
 
@@ -202,7 +203,7 @@ def test_kfold_script_trains_all_folds_and_their_ensemble(tmp_path: Path) -> Non
     printed = run(
         tmp_path, str(ROOT / "examples" / "kfold.py"), "--num_folds", "3", "--max_epochs", "6"
     )
-    found = re.findall(r"ensemble of 3 members: ([0-9.]+)", printed)
+    found = re.findall(r"ensemble of 3 models: ([0-9.]+)", printed)
     # Always the larger class: 0.63.
     assert float(found[-1]) > 0.9
     for stage in ("fit", "test"):
@@ -382,7 +383,7 @@ def pixels(image: Tensor) -> Tensor:
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (20, 28)])
 def test_mirror_and_turn_image_and_mask_stay_aligned(seed: int, height: int, width: int) -> None:
     batch = aligned_batch(64, height, width)
-    moved = MirrorAndTurn(max_degrees=15)(batch, seeded(seed))
+    moved = mirror_and_turn(batch, RowRandom(range(64), seed=seed))
     apart = (pixels(moved["image"]) - moved["mask"][:, None]).abs().amax(dim=(1, 2, 3))
     # The nearest pixel is at most half a pixel away, along each axis.
     assert apart.max() <= 0.5 + 1e-3
@@ -394,7 +395,7 @@ def test_mirror_and_turn_image_and_mask_stay_aligned(seed: int, height: int, wid
 
 
 def test_folder_that_another_process_has_made_is_kept(tmp_path: Path) -> None:
-    with made_at_once(tmp_path / "made") as mine:
+    with atomic_folder(tmp_path / "made") as mine:
         (mine / "mine").touch()
         (tmp_path / "made").mkdir()
         (tmp_path / "made" / "theirs").touch()

@@ -1,4 +1,4 @@
-"""Folders of example files that are made where they are missing."""
+"""Folders of example files."""
 
 import os
 import shutil
@@ -8,15 +8,15 @@ from pathlib import Path
 
 
 @contextmanager
-def made_at_once(directory: Path) -> Iterator[Path]:
+def atomic_folder(directory: Path) -> Iterator[Path]:
     """Make a folder that is complete or absent, even if several processes make it at once.
 
     Args:
         directory: The folder, which does not exist yet.
 
     Yields:
-        An empty folder with another name. It is renamed to ``directory`` at the end of the block.
-        If another process was faster, its folder is kept and this one is removed.
+        An empty folder with another name, which is renamed to ``directory`` at the end of the
+        block. If another process was faster, its folder is kept and this one is removed.
     """
     partial = directory.with_name(f".{directory.name}.{os.getpid()}")
     partial.mkdir(parents=True)
