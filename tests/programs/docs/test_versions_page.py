@@ -31,10 +31,13 @@ def test_page_counts_what_passed_and_names_what_failed(tmp_path: Path) -> None:
     report.write_text(
         '<testsuites><testsuite><testcase classname="a" name="good"/>'
         '<testcase classname="a" name="bad"><failure/></testcase><testcase classname="a" name="no">'
-        '<skipped message="needs a CUDA device"/></testcase></testsuite></testsuites>'
+        '<skipped message="needs a CUDA device"/></testcase><testcase classname="" name="a.file">'
+        "<skipped message=\"collection skipped\">('a/file.py', 3, 'Skipped: no library')</skipped>"
+        "</testcase></testsuite></testsuites>"
     )
     record = {"cell": "2.9.1/2.5.6/3.10", "date": "2026-11-28", **matrix.count(report)}
     record["versions"] = {"torch": "2.9.1", "lightning": "2.5.6", "python": "3.10.13"}
     assert record["failed"] == ["a::bad"]
+    assert record["skipped"] == {"needs a CUDA device": 1, "no library": 1}
     (line,) = (line for line in matrix.table([record]).splitlines() if line.startswith("| 2.9.1"))
-    assert line.split(" | ")[-4:] == ["1", "1", "1", "2026-11-28 |"]
+    assert line.split(" | ")[-4:] == ["1", "2", "1", "2026-11-28 |"]
