@@ -20,9 +20,6 @@ from examples.data.shapes import KINDS, Shapes
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.transforms import RowRandom
 
-#: Largest random angle in either direction, in degrees, beside the quarter turns.
-MAX_DEGREES = 10.0
-
 
 def convert(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert stored bytes: images to -1 to 1, masks to int64 of shape (B, H, W)."""
@@ -34,18 +31,21 @@ def convert(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def mirror_and_turn(batch: dict[str, Tensor], random: RowRandom) -> dict[str, Tensor]:
+def mirror_and_turn(
+    batch: dict[str, Tensor], random: RowRandom, max_degrees: float = 10.0
+) -> dict[str, Tensor]:
     """Mirror and turn each image with its mask at random, then convert the batch.
 
-    Half of the rows are mirrored. Each is turned by 0, 90, 180 or 270 degrees and by a small angle.
-    Image and mask are sampled at the same points: the image is interpolated, and the mask takes the
-    nearest pixel, because classes can't be mixed. The border is filled by reflection.
+    Half of the rows are mirrored. Each is turned by 0, 90, 180 or 270 degrees, and by up to
+    ``max_degrees`` in either direction. Image and mask are sampled at the same points: the image is
+    interpolated, and the mask takes the nearest pixel, because classes can't be mixed. The border
+    is filled by reflection.
     """
     image = batch["image"].float()
     mask = batch["mask"].float()
     _, _, height, width = image.shape
     mirror = torch.where(random.bernoulli(), -1.0, 1.0)
-    degrees = 90 * random.randint(high=4) + random.uniform(low=-MAX_DEGREES, high=MAX_DEGREES)
+    degrees = 90 * random.randint(high=4) + random.uniform(low=-max_degrees, high=max_degrees)
     angle = torch.deg2rad(degrees)
     cos = angle.cos()
     sin = angle.sin()
@@ -70,9 +70,9 @@ class UNet(nn.Module):
 
     def __init__(self, channels: int = 3, width: int = 16) -> None:
         super().__init__()
-        self.full = double_convolution(channels, width)
-        self.half = double_convolution(width, 2 * width)
-        self.quarter = double_convolution(2 * width, 4 * width)
+        self.down_full = double_convolution(channels, width)
+        self.down_half = double_convolution(width, 2 * width)
+        self.down_quarter = double_convolution(2 * width, 4 * width)
         self.up_half = double_convolution(6 * width, 2 * width)
         self.up_full = double_convolution(3 * width, width)
 
@@ -85,9 +85,9 @@ class UNet(nn.Module):
         Returns:
             Tensors of shape (B, width, H, W) and (B, 4 * width, H / 4, W / 4).
         """
-        full = self.full(image)
-        half = self.half(F.max_pool2d(full, 2))
-        quarter = self.quarter(F.max_pool2d(half, 2))
+        full = self.down_full(image)
+        half = self.down_half(F.max_pool2d(full, 2))
+        quarter = self.down_quarter(F.max_pool2d(half, 2))
         x = self.up_half(torch.cat([F.interpolate(quarter, scale_factor=2.0), half], dim=1))
         x = self.up_full(torch.cat([F.interpolate(x, scale_factor=2.0), full], dim=1))
         return x, quarter

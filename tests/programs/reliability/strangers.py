@@ -32,7 +32,7 @@ _FAR = Path("cache") / "far"  # Of what the change "cache" starts from.
 def meet_server(
     subject: Subject, beginnings: Path, scratch: Path, rng: random.Random, _: int
 ) -> Outcome:
-    """Read, pull or verify a store whose server spoils some of its answers."""
+    """Read, pull or verify a store whose server corrupts some of its responses."""
     outcome = Outcome()
     fault, share = rng.choice(FAULTS), rng.choice((1.0, 0.5, 0.1))
     suffix = rng.choice(("manifest.json", ".memmap", ".index", ".values", ""))
@@ -210,7 +210,7 @@ def _is_damaged(subject: Subject, path: Path) -> bool:
 
 
 KINDS = {
-    "servers": ("store at a web server that spoils its answers", meet_server),
+    "servers": ("store at a web server that corrupts its responses", meet_server),
     "caches": ("cache emptied or damaged under an open store", empty_cache),
     "indexes": ("index of rows that leads elsewhere", mislead),
 }
