@@ -81,7 +81,7 @@ class Report:
     def page_table(self) -> str:
         """The table of the page, in Markdown: faults are named where there are any."""
         names = [fault.value for fault in Fault]
-        lines = ["| kind | runs | faults |", "| --- | ---: | --- |"]
+        lines = ["| kind | runs | faults |", "|---|---:|---|"]
         for title, runs, *counts, _ in self.rows(by_change=True):
             faults = [
                 f"{count} {name}" for count, name in zip(counts, names, strict=True) if count != "0"
