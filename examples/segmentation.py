@@ -13,8 +13,11 @@ import torch
 import torch.nn.functional as F
 from jsonargparse import auto_cli
 from torch import Tensor, nn
-from torchmetrics import JaccardIndex
-from torchmetrics.classification import BinaryAccuracy, MultilabelAccuracy
+from torchmetrics.classification import (
+    BinaryAccuracy,
+    MulticlassJaccardIndex,
+    MultilabelAccuracy,
+)
 
 from examples.data.shapes import KINDS, Shapes
 from lightning_memmap import MemmapDataModule
@@ -121,7 +124,7 @@ class Segmenter(L.LightningModule):
         self.mask_head = nn.Conv2d(width, 1 + len(KINDS), 1)
         self.striped_head = nn.Linear(4 * width, 1)
         self.kinds_head = nn.Linear(4 * width, len(KINDS))
-        self.mask_iou = JaccardIndex("multiclass", num_classes=1 + len(KINDS))
+        self.mask_iou = MulticlassJaccardIndex(1 + len(KINDS))
         self.striped_accuracy = BinaryAccuracy()
         self.kinds_accuracy = MultilabelAccuracy(len(KINDS))
 
