@@ -195,7 +195,9 @@ def main(devices: int = 2, max_epochs: int = 10) -> None:
     """
     L.seed_everything(0)
     data = MemmapDataModule(
-        *(Scenes(split) for split in ("train", "val", "test")),
+        Scenes("train"),
+        Scenes("val"),
+        Scenes("test"),
         store_dir="stores/detection",
         batch_size=8,
         transform=normalize,

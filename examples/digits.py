@@ -97,7 +97,9 @@ def main(devices: int = 4, max_epochs: int = 10) -> None:
     """
     L.seed_everything(0)
     data = MemmapDataModule(
-        *(Digits(split) for split in ("train", "val", "test")),
+        Digits("train"),
+        Digits("val"),
+        Digits("test"),
         store_dir="stores/digits",
         batch_size=16,
         transform=Compose([RandomCrop(padding=1), normalize]),

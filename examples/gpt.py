@@ -199,7 +199,9 @@ def main(devices: int = 4, max_steps: int = 250, file: str | None = None) -> Non
     """
     L.seed_everything(0)
     data = MemmapDataModule(
-        *(Text(split, file=file) for split in ("train", "val", "test")),
+        Text("train", file=file),
+        Text("val", file=file),
+        Text("test", file=file),
         store_dir="stores/gpt",
         batch_size=8,
     )

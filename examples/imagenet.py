@@ -34,7 +34,8 @@ STD = 58.395, 57.12, 57.375
 def normalize(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Turn ``image``, uint8 of (B, 3, H, W), into normalised float32."""
     image = batch["image"]
-    mean, std = (torch.tensor(each, device=image.device)[:, None, None] for each in (MEAN, STD))
+    mean = torch.tensor(MEAN, device=image.device)[:, None, None]
+    std = torch.tensor(STD, device=image.device)[:, None, None]
     return {**batch, "image": (image - mean) / std}
 
 
@@ -142,10 +143,11 @@ def main(
         ckpt_path: A checkpoint of an interrupted run.
     """
     L.seed_everything(0)
-    train, val = (ImageFolder(Path(folder) / split, mode=None) for split in ("train", "val"))
+    # With mode=None, a sample has the bytes of the file.
+    train = ImageFolder(Path(folder) / "train", mode=None)
     data = MemmapDataModule(
         train,
-        val,
+        ImageFolder(Path(folder) / "val", mode=None),
         store_dir=store_dir,
         batch_size=batch_size,
         num_workers=num_workers,

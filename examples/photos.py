@@ -135,8 +135,12 @@ def main(
         strategy: Name of a strategy. All have the same rows in every step.
     """
     L.seed_everything(0)
+    # With mode=None, a sample has the bytes of the file.
+    mode = None if encoded else "RGB"
     data = MemmapDataModule(
-        *(Photos(split, mode=None if encoded else "RGB") for split in ("train", "val", "test")),
+        Photos("train", mode=mode),
+        Photos("val", mode=mode),
+        Photos("test", mode=mode),
         store_dir="stores/photos-encoded" if encoded else "stores/photos",
         batch_size=32,
         transform=random_crop_and_flip,

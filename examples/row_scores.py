@@ -1,8 +1,11 @@
-"""Scores of rows, from what several epochs of training have kept: to weight, order or omit rows.
+"""Functions that compute a score for each row, to weight, order or omit rows in training.
+
+Copy one, and pass it to `Results`:
 
     Results("results/run1", function=forgetting, keep="all")
 
-Each function takes a TensorDict of shape (epochs, N) and returns one number for each row.
+Each function takes the results of several epochs, a TensorDict of shape (epochs, N), and returns
+one number for each row.
 """
 
 from collections.abc import Mapping

@@ -182,7 +182,9 @@ def main(devices: int = 4, max_epochs: int = 12) -> None:
     """
     L.seed_everything(0)
     data = MemmapDataModule(
-        *(Shapes(split) for split in ("train", "val", "test")),
+        Shapes("train"),
+        Shapes("val"),
+        Shapes("test"),
         store_dir="stores/segmentation",
         batch_size=4,
         transform=mirror_and_turn,

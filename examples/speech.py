@@ -104,7 +104,9 @@ def main(folder: str = FOLDER, devices: int = 2, max_epochs: int = 6) -> None:
     """
     L.seed_everything(0)
     data = MemmapDataModule(
-        *(Prompts(split, folder) for split in ("train", "val", "test")),
+        Prompts("train", folder),
+        Prompts("val", folder),
+        Prompts("test", folder),
         store_dir="stores/speech",
         batch_size=16,
         transform=spectrogram,

@@ -128,7 +128,9 @@ def main(devices: int = 2, max_epochs: int = 3, weighted: bool = True) -> None:
     """
     L.seed_everything(0)
     data = MemmapDataModule(
-        *(flights(split) for split in ("train", "val", "test")),
+        flights("train"),
+        flights("val"),
+        flights("test"),
         store_dir="stores/table",
         batch_size=512,
         sampler=Weighted("label") if weighted else None,
