@@ -118,7 +118,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run the command."""
     try:
         try:
-            _run(args)
+            _dispatch(args)
         finally:
             # An error of flushing can be caught here, but not when the interpreter ends.
             sys.stdout.flush()
@@ -140,7 +140,7 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(2 if isinstance(reason, _WRONG_ARGUMENTS) else 1)
 
 
-def _run(args: Sequence[str] | None) -> None:
+def _dispatch(args: Sequence[str] | None) -> None:
     argv = list(sys.argv[1:] if args is None else args)
     # A class_path may name a module in the working directory, as with `python -m`.
     if os.getcwd() not in sys.path:

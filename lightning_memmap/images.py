@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_memmap.errors import describe_error
 from lightning_memmap.image_crop import decode_crop
 
 #: The channels of each mode.
@@ -111,7 +112,7 @@ def decode_image(
     except (ImageError, FileNotFoundError):
         raise
     except Exception as error:  # Each format has its own errors for damaged files.
-        raise ImageError(f"it cannot be decoded ({type(error).__name__}: {error})") from error
+        raise ImageError(f"it cannot be decoded ({describe_error(error)})") from error
 
 
 def _pixels(

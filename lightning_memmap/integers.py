@@ -125,3 +125,8 @@ def num_strided(stop: Any, rank: Any, size: int) -> Any:
 def evenly_spaced(num: int, most: int) -> list[int]:
     """Choose at most ``most`` of ``num`` indices, from the first to the last."""
     return sorted(set(np.linspace(0, num - 1, min(num, most)).round().astype(int).tolist()))
+
+
+def even_range(index: int, num_parts: int, num: int) -> range:
+    """Return part ``index`` of ``range(num)``, whose parts differ by at most one in size."""
+    return range(num * index // num_parts, num * (index + 1) // num_parts)

@@ -22,8 +22,17 @@ def _leave_group() -> None:
         dist.destroy_process_group()
 
 
+#: Dtypes that NCCL can send only as bytes.
+_UNKNOWN_TO_NCCL = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
+
+
+def must_send_bytes(tensor: Tensor) -> bool:
+    """Return whether the dtype of a tensor is one that NCCL does not support."""
+    return tensor.dtype in _UNKNOWN_TO_NCCL
+
+
 def view_as_bytes(tensor: Tensor) -> Tensor:
-    """View a contiguous tensor as flat uint8, because NCCL does not support all dtypes."""
+    """View a contiguous tensor as flat uint8."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 

@@ -85,7 +85,7 @@ def check_ranks_match(
 
 
 @contextmanager
-def all_or_none() -> Iterator[None]:
+def raise_on_all_ranks() -> Iterator[None]:
     """Raise on all ranks if one rank fails. All ranks must enter this context."""
     error: Exception | None = None
     try:

@@ -15,12 +15,6 @@ WEIGHT_AVERAGING: tuple[type[L.Callback], ...] = tuple(
 _SAMPLER: Any = getattr(distributed, "_IndexBatchSamplerWrapper", object)
 
 
-def copy_hyperparameters(source: L.LightningDataModule, target: L.LightningDataModule) -> None:
-    """Copy the hyperparameters of a data module, and whether they are logged."""
-    names = "_log_hyperparams", "_hparams", "_hparams_name", "_hparams_initial"
-    vars(target).update({name: vars(source)[name] for name in names if name in vars(source)})
-
-
 class BatchIndices(_SAMPLER):  # type: ignore[misc]
     """The batch sampler in which Lightning looks up the rows of a batch, for prediction writers."""
 

@@ -1,4 +1,4 @@
-"""Private names of modules of torch and Lightning."""
+"""Private names of modules of torch and Lightning, and of data modules."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,11 +49,6 @@ def _apply_or_raise(module: nn.Module, reason: str, *args: Any, **kwargs: Any) -
         raise UnsuitableModuleError(reason) from error
 
 
-def own_tensors(module: nn.Module) -> list[Tensor]:
-    """List the parameters and buffers of a module itself; tied ones each time."""
-    return [tensor for _, tensor in own_named_tensors(module)]
-
-
 def own_children(module: nn.Module) -> list[nn.Module]:
     """List the children of a module, under each of their names."""
     return [child for child in module._modules.values() if child is not None]
@@ -61,7 +56,7 @@ def own_children(module: nn.Module) -> list[nn.Module]:
 
 def has_meta_tensors(module: nn.Module) -> bool:
     """Return whether a module itself has a parameter or buffer on the meta device."""
-    return any(tensor.is_meta for tensor in own_tensors(module))
+    return any(tensor.is_meta for _, tensor in own_named_tensors(module))
 
 
 def trainer_of(module: Any) -> Any:
@@ -70,7 +65,7 @@ def trainer_of(module: Any) -> Any:
 
 
 def own_named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """List the parameters and buffers of a module itself, with their names."""
+    """List the parameters and buffers of a module itself, tied ones under each of their names."""
     registered = *module._parameters.items(), *module._buffers.items()
     return [(name, tensor) for name, tensor in registered if tensor is not None]
 
@@ -193,6 +188,12 @@ def uncompiled_log(module: Any) -> Callable[..., None] | None:
         return None
     log: Callable[..., None] = torch.compiler.disable(module.log)  # type: ignore[no-untyped-call]
     return log
+
+
+def copy_hyperparameters(source: Any, target: Any) -> None:
+    """Copy the hyperparameters of a data module, and whether they are logged."""
+    names = "_log_hyperparams", "_hparams", "_hparams_name", "_hparams_initial"
+    vars(target).update({name: vars(source)[name] for name in names if name in vars(source)})
 
 
 #: The method by which Lightning calls a module's hooks before a transfer.

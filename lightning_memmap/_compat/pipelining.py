@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from lightning_memmap.process_group import must_send_bytes, view_as_bytes
+
 
 def train_step(schedule: Any, *args: Any, **options: Any) -> None:
     """Run a step of a schedule with its backward pass, and drop the outputs."""
@@ -26,7 +28,7 @@ def train_step(schedule: Any, *args: Any, **options: Any) -> None:
 class ScheduledStage(PipelineStage):
     """A stage that sends tensors of any dtype, and whose first call leaves no trace."""
 
-    # NCCL does not support all dtypes, but it supports those of tensors with gradients.
+    # NCCL supports all dtypes of tensors with gradients.
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the messages that are received before a forward pass."""
         return _of_bytes(super().get_fwd_recv_ops(fwd_chunk_id))
@@ -85,8 +87,8 @@ class ScheduledStage(PipelineStage):
 
 def _of_bytes(messages: list[dist.P2POp]) -> list[dist.P2POp]:
     for message in messages:
-        if not message.tensor.is_floating_point():
-            message.tensor = message.tensor.detach().view(-1).view(torch.uint8)
+        if must_send_bytes(message.tensor):
+            message.tensor = view_as_bytes(message.tensor)
     return messages
 
 

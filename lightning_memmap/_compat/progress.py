@@ -116,7 +116,7 @@ class TrainerProgress:
         """Return the position of the fit after the first batches of an epoch."""
         trainer: Any = self._trainer()
         loop = trainer.fit_loop.epoch_loop
-        steps = _step_counts(trainer)
+        steps = step_progress(trainer).total
         # An optimizer has stepped, and the Trainer was interrupted before it counted that.
         is_uncounted = steps.ready == self._counted_steps == steps.completed + 1
         # With manual optimization Lightning counts every batch for the loggers, and otherwise none
@@ -134,7 +134,7 @@ class TrainerProgress:
         """Count the steps of optimizers. Lightning counts a step only after all of its hooks."""
         this = weakref.ref(self)
         batches = trainer.fit_loop.epoch_loop.batch_progress
-        steps = _step_counts(trainer)
+        steps = step_progress(trainer).total
         # Signals may raise in the middle of an update, or save a checkpoint there.
         signals = SignalDeferral()
         # A finalizer lives as long as the program. The handlers in `signals` refer to the Trainer,
@@ -186,9 +186,9 @@ def _close(signals: "weakref.ref[SignalDeferral]") -> None:
         deferral.close()
 
 
-def _step_counts(trainer: Any) -> Any:
-    """Return the Trainer's counts of optimizer steps, started and completed."""
+def step_progress(trainer: Any) -> Any:
+    """Return the Trainer's counts of optimizer steps, of all epochs and of the current one."""
     loop = trainer.fit_loop.epoch_loop
     if trainer.lightning_module.automatic_optimization:
-        return loop.automatic_optimization.optim_progress.optimizer.step.total
-    return loop.manual_optimization.optim_step_progress.total
+        return loop.automatic_optimization.optim_progress.optimizer.step
+    return loop.manual_optimization.optim_step_progress

@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.loop import _Loop
 
 from lightning_memmap._compat.loops import run_once
-from lightning_memmap._compat.progress import FitPosition
+from lightning_memmap._compat.progress import FitPosition, step_progress
 
 # The Trainer counts epochs and batches as ready, started, processed and completed, in this order.
 # It resumes correctly from a checkpoint of `on_train_batch_end` (the batch is processed, but not
@@ -117,7 +117,9 @@ def _settle_batch(trainer: Any, epoch: int, num_batches: int, position: FitPosit
     total = progress.total.processed
     if position is not None:
         total = position.total_batches
-        _set_step_counts(trainer, position.optimizer_steps)
+        steps = step_progress(trainer)
+        steps.current.completed = steps.current.ready
+        steps.total.ready = steps.total.completed = position.optimizer_steps
         loop._batches_that_stepped = position.logged_steps
     for counts, number in ((progress.total, total), (progress.current, num_batches)):
         counts.ready = counts.started = counts.processed = counts.completed = number
@@ -152,16 +154,6 @@ def _count_epochs(trainer: Any, completed: int, started: int) -> None:
     for counts, before in ((progress.total, earlier), (progress.current, 0)):
         counts.ready = counts.started = before + started
         counts.processed = counts.completed = before + completed
-
-
-def _set_step_counts(trainer: Any, optimizer_steps: int) -> None:
-    loop = trainer.fit_loop.epoch_loop
-    if trainer.lightning_module.automatic_optimization:
-        steps = loop.automatic_optimization.optim_progress.optimizer.step
-    else:
-        steps = loop.manual_optimization.optim_step_progress
-    steps.current.completed = steps.current.ready
-    steps.total.ready = steps.total.completed = optimizer_steps
 
 
 def _step_schedulers(trainer: Any) -> None:

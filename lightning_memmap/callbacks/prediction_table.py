@@ -17,7 +17,7 @@ from lightning_memmap.data.splits import check_store_name
 from lightning_memmap.errors import SchemaError, StoreError, with_article
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.nested import children_of
-from lightning_memmap.ranks import all_or_none, check_ranks_match, gather_from_ranks
+from lightning_memmap.ranks import check_ranks_match, gather_from_ranks, raise_on_all_ranks
 from lightning_memmap.sampling.rows import default_shards
 from lightning_memmap.schema.fields import Values
 from lightning_memmap.schema.forms import Declared, read_declared
@@ -210,7 +210,7 @@ class _Table:
 
     def finish(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Complete the table on rank zero. All ranks must call this."""
-        with all_or_none():
+        with raise_on_all_ranks():
             if self._writer is not None:
                 self._writer.close()
         num_written = self._writer.num_written if self._writer is not None else 0
@@ -219,7 +219,7 @@ class _Table:
         if getattr(trainer, "fast_dev_run", False):
             rank_zero_info("PredictionTable: fast_dev_run leaves no table")
             return
-        with all_or_none():
+        with raise_on_all_ranks():
             if self._build is not None:
                 model = type(pl_module)
                 self._build.finish(total, predictions=f"{model.__module__}.{model.__qualname__}")
@@ -237,12 +237,12 @@ class _Table:
         fields = ", ".join(f"{field.name} {field}" for field in schema.fields)
         check_ranks_match({"the table": f"{self._num_rows} rows of {fields} at {self._path}"})
         writes = is_last_with_its_rows(trainer)
-        with all_or_none():
+        with raise_on_all_ranks():
             draft = Manifest.draft(self._num_rows, self._num_shards, schema)
             if trainer.is_global_zero:
                 self._build = TableBuild(self._path, draft, overwrite=self._overwrite)
         token = trainer.strategy.broadcast(self._build.token if self._build is not None else "")
-        with all_or_none():
+        with raise_on_all_ranks():
             if writes:
                 self._writer = TableWriter(self._path, draft, token)
 

@@ -15,7 +15,7 @@ from lightning_memmap.callbacks.ranks import fill_member, is_last_with_its_rows
 from lightning_memmap.errors import SchemaError, with_article
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.placement.topology import find_data_parallel_rank
-from lightning_memmap.ranks import all_or_none
+from lightning_memmap.ranks import raise_on_all_ranks
 from lightning_memmap.results.folder import ResultFolder, Run, digest_of
 from lightning_memmap.results.parts import PartHeader, PartWriter, RowSlots
 from lightning_memmap.results.row_log import logged_rows, take_logged_rows
@@ -106,7 +106,6 @@ class RowResults(ResultWriter, L.Callback):
         self._is_rewound = False
         self._loader: SuperBatchLoader | None = None
         self._loader_index = 0
-        self._epoch = 0
         self._fields: tuple[Field, ...] = ()
         self._part: PartWriter | None = None
         self._slots: RowSlots | None = None
@@ -190,7 +189,7 @@ class RowResults(ResultWriter, L.Callback):
         if self._stage != "train" or self._loader is None:
             return
         # After an exception, other ranks may not get here.
-        with nullcontext() if trainer.interrupted else all_or_none():
+        with nullcontext() if trainer.interrupted else raise_on_all_ranks():
             # Rank zero saves the checkpoint once all ranks have written their rows.
             self._write_all(trainer)
 
@@ -305,14 +304,14 @@ class RowResults(ResultWriter, L.Callback):
         self._close()
         self._fields = ()
         self._is_rewound = False
-        with all_or_none():
+        with raise_on_all_ranks():
             self._loader_index, self._loader = self._find_loader(loaders)
         loader = self._loader
         assert loader is not None
         self._writes = is_last_with_its_rows(trainer)
         names = self._run or secrets.token_hex(8), secrets.token_hex(4)
         self._run, self._attempt = trainer.strategy.broadcast(names)
-        with all_or_none():
+        with raise_on_all_ranks():
             if trainer.is_global_zero:
                 run = Run(
                     run=self._run,
@@ -397,59 +396,60 @@ class RowResults(ResultWriter, L.Callback):
             self._slots = RowSlots(loader.order, start.epoch, rank, size)
         slots = self._slots
         assert slots is not None
-        pending = [
-            (step, [slots.unpack(value, part) for value in values])
-            for (step, values), part in zip(pending, ranges, strict=True)
-        ]
-        bounds = [(slots.slot(part[0]), slots.slot(part[-1] + 1)) for part in ranges]
-        for (step, values), (start_slot, stop_slot) in zip(pending, bounds, strict=True):
-            self._check(step, values, stop_slot - start_slot)
+        for (step, values), positions in zip(pending, ranges, strict=True):
+            self._check(step, values, slots.batch_shape(len(positions)))
         if self._part is None:
-            self._part = self._open_part(trainer, loader)
-        part = self._part
+            self._rewind(trainer, loader)
+            self._part = self._new_part(trainer, loader)
         first = 0
-        for index in range(len(bounds)):
-            is_last = index + 1 == len(bounds)
-            if not is_last and bounds[index + 1][0] == bounds[index][1]:
+        for index, positions in enumerate(ranges):
+            # Steps may be skipped.
+            end = positions.start + len(positions) * size
+            if index + 1 < len(ranges) and ranges[index + 1].start == end:
                 continue
-            run = slice(first, index + 1)
-            columns = zip(*(values for _, values in pending[run]), strict=True)
-            joined = [torch.cat(tensors).cpu() for tensors in columns]
-            start_slot = bounds[first][0]
-            part.write(start_slot, bounds[index][1] - start_slot, joined)
+            columns = zip(*(values for _, values in pending[first : index + 1]), strict=True)
+            run = range(ranges[first].start, end, size)
+            joined = [slots.unpack(torch.cat(tensors).cpu(), run) for tensors in columns]
+            self._part.write(slots.slot(run.start), len(joined[0]), joined)
             first = index + 1
 
-    def _check(self, step: int, values: Sequence[Tensor], num_rows: int) -> None:
-        """Check the rows of a step. The first step defines the fields."""
+    def _check(self, step: int, values: Sequence[Tensor], batch_shape: tuple[int, ...]) -> None:
+        """Check the values of a step. The first step defines the fields."""
+        num = len(batch_shape)
+        where = f"{_STAGES[self._stage]}, batch {step}"
         for key, value in zip(self.keys, values, strict=True):
-            if len(value) != num_rows:
+            if value.shape[:num] != batch_shape:
+                expected = "(B, ...)" if num == 1 else "(B, max_documents, ...)"
+                item = "row" if num == 1 else "document of each pack"
                 raise ValueError(
-                    f"{_STAGES[self._stage]}, batch {step}: {key!r} has {len(value)} rows for a"
-                    f" batch of {num_rows}. Return a tensor whose first dimension is the rows of"
-                    " the batch"
+                    f"{where}: {key!r} has shape {tuple(value.shape)}: return a tensor of shape"
+                    f" {expected}, here {batch_shape} and the shape of a value, with a value for"
+                    f" each {item}"
                 )
         fields = self._fields or tuple(
-            Field(key, value.dtype, tuple(value.shape[1:]))
+            Field(key, value.dtype, tuple(value.shape[num:]))
             for key, value in zip(self.keys, values, strict=True)
         )
         for field, value in zip(fields, values, strict=True):
-            if (value.dtype, value.shape[1:]) != (field.dtype, field.shape):
+            if (value.dtype, value.shape[num:]) != (field.dtype, field.shape):
                 raise SchemaError(
-                    f"{_STAGES[self._stage]}, batch {step}: rows of {field.name!r} are"
-                    f" {dtype_name(value.dtype)} of shape {tuple(value.shape[1:])}, and earlier"
-                    f" ones {field}"
+                    f"{where}: values of {field.name!r} are {dtype_name(value.dtype)} of shape"
+                    f" {tuple(value.shape[num:])}, and earlier ones {field}"
                 )
         self._fields = fields
 
-    def _open_part(self, trainer: L.Trainer, loader: SuperBatchLoader) -> PartWriter:
-        """Create the part of this process for the epoch."""
-        start = loader.start
-        is_training = self._stage == "train"
-        self._epoch = start.epoch if is_training else trainer.current_epoch
-        rank, size = find_data_parallel_rank(trainer.strategy)
-        if rank == 0 and is_training and not self._is_rewound:
+    def _rewind(self, trainer: L.Trainer, loader: SuperBatchLoader) -> None:
+        """Remove the results of steps that the run repeats, before it writes the first ones."""
+        is_first = find_data_parallel_rank(trainer.strategy)[0] == 0
+        if is_first and self._stage == "train" and not self._is_rewound:
+            start = loader.start
             self._folder.rewind(self._run, loader.order, start.epoch, start.position, self._attempt)
             self._is_rewound = True
+
+    def _new_part(self, trainer: L.Trainer, loader: SuperBatchLoader) -> PartWriter:
+        """Create the part of this process for the epoch."""
+        start = loader.start
+        rank, size = find_data_parallel_rank(trainer.strategy)
         header = PartHeader(
             run=self._run,
             order=digest_of(loader.order),
@@ -461,23 +461,26 @@ class RowResults(ResultWriter, L.Callback):
             fields=self._fields,
         )
         name = f"{self._attempt}-{trainer.global_rank}"
-        return self._folder.new_part(self._epoch, name, header)
+        return self._folder.new_part(self._epoch_of(trainer, loader), name, header)
+
+    def _epoch_of(self, trainer: L.Trainer, loader: SuperBatchLoader) -> int:
+        """Return the epoch of the results: of the order, or of the fit that is validated."""
+        return loader.start.epoch if self._stage == "train" else trainer.current_epoch
 
     def _commit(self, trainer: L.Trainer) -> None:
         """Commit the epoch, or raise on all ranks. All ranks must call this."""
         loader = self._loader
         assert loader is not None
-        with all_or_none():
+        with raise_on_all_ranks():
             self._flush(trainer)
             self._close()
-        with all_or_none():
+        with raise_on_all_ranks():
             if trainer.is_global_zero:
-                is_training = self._stage == "train"
-                epoch = loader.start.epoch if is_training else trainer.current_epoch
-                keep = "" if is_training else self._attempt
+                epoch = self._epoch_of(trainer, loader)
+                part_prefix = "" if self._stage == "train" else self._attempt
                 # As the checkpoints of this moment have them.
                 step = str(trainer.global_step)
-                self._folder.commit(self._run, loader.order, epoch, keep, step=step)
+                self._folder.commit(self._run, loader.order, epoch, part_prefix, step=step)
 
     def _close(self) -> None:
         self._pending = []

@@ -176,24 +176,7 @@ def rows_command(args: list[str]) -> int:
         options = RowsOptions(**parser.parse_args(args).as_dict())
         if options.show is not None:
             check_page("show", Path(options.show))
-        if options.results is not None and options.show is None:
-            listing = _list_results(options, None)
-        else:
-            data = _read_data(options)
-            topology = _read_topology(options)
-            store = _open_store(options, data)
-            order = data.train_sampler(store, topology)
-            if options.results is not None:
-                fields = make_fields(store, order.pool.rows)
-                check_dataset(options.results, DatasetIdentity.of(fields))
-                listing = _list_results(options, order)
-            elif options.find is not None:
-                listing = _list_steps(options, data, order, topology)
-            else:
-                step = describe_step(data, order, topology, options.epoch, options.step)
-                listing = _list_step(order, step)
-            if options.show is not None:
-                _write_page(Path(options.show), store, listing)
+        listing = _list(options)
     except (MemmapError, OSError, ValueError, IndexError, TypeError) as error:
         print_error(error)
         return 2
@@ -205,6 +188,28 @@ def rows_command(args: list[str]) -> int:
         if shown is not None:
             console.print(shown, soft_wrap=shown is not listing.table)
     return 0
+
+
+def _list(options: RowsOptions) -> _Listing:
+    """List the rows that the options choose, and write their page if they name one."""
+    if options.results is not None and options.show is None:
+        return _list_results(options, None)
+    data = _make_data(options)
+    topology = _find_topology(options)
+    store = _open_store(options, data)
+    order = data.train_sampler(store, topology)
+    if options.results is not None:
+        fields = make_fields(store, order.pool.rows)
+        check_dataset(options.results, DatasetIdentity.of(fields))
+        listing = _list_results(options, order)
+    elif options.find is not None:
+        listing = _list_steps(options, data, order, topology)
+    else:
+        step = describe_step(data, order, topology, options.epoch, options.step)
+        listing = _list_step(order, step)
+    if options.show is not None:
+        _write_page(Path(options.show), store, listing)
+    return listing
 
 
 def _open_store(options: RowsOptions, data: MemmapDataModule) -> Store:
@@ -306,7 +311,7 @@ def _write_page(path: Path, store: Store, listing: _Listing) -> None:
     write_atomically(path, render_page("samples.html", sections=[section]).encode())
 
 
-def _read_data(options: RowsOptions) -> MemmapDataModule:
+def _make_data(options: RowsOptions) -> MemmapDataModule:
     """Make the data module of the config, without its datasets."""
     assert options.config is not None
     config = read_config(options.config, "data")
@@ -324,8 +329,8 @@ def _read_data(options: RowsOptions) -> MemmapDataModule:
     return data
 
 
-def _read_topology(options: RowsOptions) -> DataTopology:
-    """Determine the data devices of all processes."""
+def _find_topology(options: RowsOptions) -> DataTopology:
+    """Find the data devices of all processes."""
     if options.devices is not None:
         return DataTopology((torch.device("cpu"),) * options.devices)
     assert options.config is not None

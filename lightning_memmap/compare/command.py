@@ -18,7 +18,7 @@ from lightning_memmap.tables import write_atomically
 _DESCRIPTION = """Train the same model on the same rows in several variants, check that the results
 agree, and measure what each one costs. A variant is a strategy and a loader of its rows. Exit
 code: 0 if all variants that ran agree, 1 if one differs, 3 if one failed, 130 after Ctrl-C, 2 for a
-wrong argument."""
+wrong argument or a folder that can't be written."""
 
 
 def compare(args: list[str]) -> int:

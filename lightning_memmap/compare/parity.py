@@ -19,6 +19,7 @@ from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.transform import has_parameter
 from lightning_memmap.loading.variable_rows import Padded
+from lightning_memmap.process_group import view_as_bytes
 from lightning_memmap.schema.fields import RowList
 from lightning_memmap.strategies.replicas.batches import ReplicaBatches
 
@@ -63,9 +64,8 @@ def _bytes_of_rows(leaf: Any) -> Sequence[Any] | None:
 
 
 def _bytes(leaf: Tensor) -> Any:
-    plain = leaf.detach().cpu().as_subclass(Tensor).contiguous()
-    # A row may be empty.
-    return plain.view(len(plain), plain[0].numel()).view(torch.uint8).numpy()
+    plain = leaf.cpu().as_subclass(Tensor).contiguous()
+    return view_as_bytes(plain).numpy().reshape(len(plain), -1)
 
 
 class HashedTransform(nn.Module):

@@ -149,7 +149,7 @@ def _tables(report: Report) -> list[TitledTable]:
         parity_table(report),
         loss_table(report),
         *(figure_table(report, key) for key in TABLES),
-        missing_table(report),
+        no_result_table(report),
     ]
 
 
@@ -261,7 +261,7 @@ def _cell(figure: Figure, result: VariantResult) -> Text:
     return text(figure.format(median(values)) + spread)
 
 
-def missing_table(report: Report) -> TitledTable:
+def no_result_table(report: Report) -> TitledTable:
     """Make a table of the variants without a result, with the reasons."""
     rows = [
         [result.variant, _STATUS[result.status], shorten(result.reason, 500, placeholder="…")]

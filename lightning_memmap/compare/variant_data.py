@@ -18,6 +18,7 @@ from lightning_memmap.compare.config import Variant
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.data.splits import has_several
 from lightning_memmap.errors import with_article
+from lightning_memmap.integers import strided
 from lightning_memmap.loading.device_streams import has_streams
 from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.loading.super_batch import Collate
@@ -175,8 +176,7 @@ class RowBatches(TorchSampler[list[int]]):
 
     def _positions(self) -> Iterator[range]:
         for step in range(len(self._schedule)):
-            start, stop = self._schedule.bounds(step)
-            yield range(start + (self._rank - start) % self._size, stop, self._size)
+            yield strided(*self._schedule.bounds(step), self._rank, self._size)
 
 
 class PlainData(L.LightningDataModule):

@@ -16,6 +16,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from lightning_memmap.process_group import view_as_bytes
+
 #: Elements that are compared in float64 at a time.
 _CHUNK = 2**24
 
@@ -24,8 +26,8 @@ def digest_weights(weights: Mapping[str, Tensor]) -> dict[str, str]:
     """Compute the XXH3 of each tensor's bytes."""
     digests = {}
     for name, tensor in weights.items():
-        plain = tensor.detach().cpu().resolve_conj().contiguous()
-        digests[name] = xxhash.xxh3_64_hexdigest(plain.view(-1).view(torch.uint8).numpy().data)
+        plain = tensor.cpu().resolve_conj().contiguous()
+        digests[name] = xxhash.xxh3_64_hexdigest(view_as_bytes(plain).numpy().data)
     return digests
 
 

@@ -158,7 +158,7 @@ class ResultFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / _RUN, msgspec.json.encode(run))
 
-    def rewind(self, run: str, order: Sampler, epoch: int, position: int, keep: str) -> None:
+    def rewind(self, run: str, order: Sampler, epoch: int, position: int, part_prefix: str) -> None:
         """Return to the results that the run had at a position of an epoch, where it continues.
 
         Args:
@@ -166,7 +166,7 @@ class ResultFolder:
             order: The order.
             epoch: The epoch.
             position: The first position from which values are computed again.
-            keep: The prefix of the names of the parts that the run is writing now.
+            part_prefix: The prefix of the names of the parts that the run is writing now.
 
         Raises:
             StoreError: Another run has replaced the results.
@@ -174,7 +174,7 @@ class ResultFolder:
         self._check_owner(run)
         for later in self.epochs():
             if later == epoch and position:
-                self._reopen(run, order, epoch, position, keep)
+                self._turn_into_part(run, order, epoch, position, part_prefix)
             if later >= epoch:
                 self._remove_epoch(later)
         self.finish(run, order, epoch)
@@ -183,7 +183,7 @@ class ResultFolder:
                 shutil.rmtree(directory)
             else:
                 for part in _list_parts(directory):
-                    if not part.name.startswith(keep):
+                    if not part.name.startswith(part_prefix):
                         limit_part(part, position)
 
     def finish(self, run: str, order: Sampler, epoch: int) -> None:
@@ -198,7 +198,9 @@ class ResultFolder:
         """Create the part of one process."""
         return PartWriter(self._parts(epoch) / name, header)
 
-    def commit(self, run: str, order: Sampler, epoch: int, keep: str = "", **source: str) -> bool:
+    def commit(
+        self, run: str, order: Sampler, epoch: int, part_prefix: str = "", **source: str
+    ) -> bool:
         """Merge the parts of an epoch into its store, and remove them.
 
         A row that was drawn more than once has the value of its last position.
@@ -207,7 +209,7 @@ class ResultFolder:
             run: The run.
             order: The order.
             epoch: The epoch.
-            keep: Merge only parts whose names have this prefix.
+            part_prefix: Merge only parts whose names have this prefix.
             **source: Further values of the store's source.
 
         Returns:
@@ -221,7 +223,7 @@ class ResultFolder:
         digest = digest_of(order)
         parts = []
         for directory in _list_parts(self._parts(epoch)):
-            if directory.name.startswith(keep):
+            if directory.name.startswith(part_prefix):
                 header = PartHeader.read(directory)
                 # Another order would assign the values to other rows.
                 if (header.run, header.order) == (run, digest):
@@ -264,15 +266,17 @@ class ResultFolder:
                 " each run a path of its own"
             )
 
-    def _reopen(self, run: str, order: Sampler, epoch: int, position: int, keep: str) -> None:
+    def _turn_into_part(
+        self, run: str, order: Sampler, epoch: int, position: int, part_prefix: str
+    ) -> None:
         """Turn the values of a committed epoch, up to a position, into a part."""
         # Parts that have been merged, or are copied again after a kill.
         for directory in _subdirectories(self._parts(epoch)):
-            if not directory.name.startswith(keep):
+            if not directory.name.startswith(part_prefix):
                 remove_part(directory)
         store = self.open_epoch(epoch)
         fields = value_fields(store.schema)
-        _, rows = RowSlots(order, epoch, 0, 1).rows(0, position)
+        _, rows = RowSlots(order, epoch, 0, 1).positions_and_rows(0, position)
         header = PartHeader(
             run=run,
             order=digest_of(order),

@@ -97,28 +97,32 @@ class RowSlots:
         number = num_strided(position, self.rank, self.size)
         return number if self._starts is None else int(self._starts[number])
 
+    def batch_shape(self, num_positions: int) -> tuple[int, ...]:
+        """Return the first dimensions of values: the positions, and if packed, max_documents."""
+        is_packed = isinstance(self.order, PackedSampler)
+        return (num_positions, self.order.max_documents) if is_packed else (num_positions,)
+
     def unpack(self, values: Tensor, positions: range) -> Tensor:
-        """Return one value for each document of packed positions, or other values as they are.
+        """Return one value for each slot of some positions.
 
         Args:
-            values: Shape (len(positions), max_documents, ...), as `Packing.document_means` returns.
+            values: On the CPU, of the shape `batch_shape` and further dimensions.
             positions: The positions of the values.
         """
-        if not isinstance(self.order, PackedSampler) or values.ndim < 2:
-            return values
-        num_columns = self.order.max_documents
-        if values.shape[:2] != (len(positions), num_columns):
+        if not isinstance(self.order, PackedSampler):
             return values
         counts = self.order.num_rows_at(self.epoch, np.asarray(positions, np.int64))
-        is_document = torch.from_numpy(np.arange(num_columns) < counts[:, None])
-        return values[is_document.to(values.device)]
+        is_document = np.arange(self.order.max_documents) < counts[:, None]
+        return values[torch.from_numpy(is_document)]
 
-    def rows(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def positions_and_rows(
+        self, start: int, stop: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the position and the dataset row of each slot between two positions."""
-        own = strided(start, stop, self.rank, self.size)
-        positions = np.arange(own.start, own.stop, own.step)
-        rows = self.order.dataset_rows(self.epoch, own) if own else positions
-        if self._starts is not None and own:
+        served = strided(start, stop, self.rank, self.size)
+        positions = np.arange(served.start, served.stop, served.step)
+        rows = self.order.dataset_rows(self.epoch, served) if served else positions
+        if self._starts is not None and served:
             positions = np.repeat(positions, self.order.num_rows_at(self.epoch, positions))
         return positions, rows
 
@@ -191,7 +195,7 @@ def read_part(
         if len(marked) and marked[-1] >= len(items):
             raise StoreError(f"{directory / str(index)} is truncated; remove {directory}")
         values.append(items[marked])
-    positions, rows = slots.rows(start, stop)
+    positions, rows = slots.positions_and_rows(start, stop)
     return Written(positions[marked], rows[marked], values)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memmap.errors import SchemaError, with_article
+from lightning_memmap.errors import SchemaError, describe_error, with_article
 
 #: The numpy dtype of each type of Python number. A bool is an int too, so it comes first.
 FROM_PYTHON: dict[type, np.dtype[Any]] = {
@@ -298,7 +298,7 @@ def _pixels(image: Any) -> np.ndarray:
     try:
         pixels = np.asarray(image)
     except Exception as error:  # Image files are decoded here, and may raise any error.
-        raise SchemaError(f"the image cannot be read: {type(error).__name__}: {error}") from error
+        raise SchemaError(f"the image cannot be read: {describe_error(error)}") from error
     if pixels.ndim == 2:
         return pixels[None]
     return np.ascontiguousarray(np.moveaxis(pixels, -1, 0))

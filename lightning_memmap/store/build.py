@@ -18,9 +18,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from lightning_memmap.errors import DatasetError, StoreError, check_integer, with_article
+from lightning_memmap.integers import even_range
 from lightning_memmap.schema.forms import Declared, read_declared
 from lightning_memmap.sizes import format_bytes
-from lightning_memmap.store.building import NUM_PARTS, Building, compute_part_rows, read_draft
+from lightning_memmap.store.building import NUM_PARTS, Building, read_draft
 from lightning_memmap.store.directory import PARTS, StoreDirectory, check_free, is_store
 from lightning_memmap.store.files import is_there
 from lightning_memmap.store.identity import Fingerprint
@@ -445,7 +446,7 @@ def _check_parts(path: Path, draft: Manifest, generation: Path, num_parts: int) 
     """Check that all parts are written, and that no process is writing one."""
     problems = []
     for index in range(num_parts):
-        rows = compute_part_rows(index, num_parts, draft.num_rows)
+        rows = even_range(index, num_parts, draft.num_rows)
         if not is_there(generation / journal_name(index)):
             problems += [f"part {index} is missing"] * bool(rows)
             continue

@@ -31,6 +31,7 @@ from msgspec.structs import replace
 from typing_extensions import Self
 
 from lightning_memmap.errors import StoreError
+from lightning_memmap.integers import even_range
 from lightning_memmap.schema.fields import Values
 from lightning_memmap.store.checksums import compute_checksums
 from lightning_memmap.store.columns import Column, shard_items
@@ -143,7 +144,7 @@ class Building:
         directory = StoreDirectory(store)
         key = KEY if part is None else PARTS
         index = None if part is None else part[0]
-        rows = range(draft.num_rows) if part is None else compute_part_rows(*part, draft.num_rows)
+        rows = range(draft.num_rows) if part is None else even_range(*part, draft.num_rows)
         for path in directory.unfinished(key) if resume else ():
             try:
                 _check_same(read_draft(path, key), draft)
@@ -328,11 +329,6 @@ def _find_own_version() -> str:
         return version("lightning_memmap")
     except PackageNotFoundError:  # It is run from a checkout.
         return "not installed"
-
-
-def compute_part_rows(index: int, num_parts: int, num_rows: int) -> range:
-    """Return the rows of a part."""
-    return range(index * num_rows // num_parts, (index + 1) * num_rows // num_parts)
 
 
 def read_draft(generation: Path, key: str) -> Manifest:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from lightning_memmap._compat.launchers import move_outputs
+from lightning_memmap._compat.independent import move_outputs
 from lightning_memmap._compat.modules import unless_none
 from lightning_memmap.errors import MemberError, check_integer
 from lightning_memmap.strategies.common.one_process import OneNode

@@ -18,12 +18,9 @@ from lightning_memmap._compat.ddp import (
 )
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.device_streams import has_streams, stream_module
-from lightning_memmap.process_group import broadcast, broadcast_all
+from lightning_memmap.process_group import broadcast, broadcast_all, must_send_bytes
 from lightning_memmap.strategies.common.processes import SeveralProcesses
 from lightning_memmap.strategies.common.weighted_loss import WeightedLoss
-
-#: Dtypes that NCCL can send only as bytes.
-_UNKNOWN_TO_NCCL = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
 
 #: Part of DDP's message about a step that has not used all parameters.
 _UNUSED = "Expected to have finished reduction in the prior iteration"
@@ -132,7 +129,7 @@ class SuperBatchDDPStrategy(WeightedLoss, SeveralProcesses, DDPStrategy):
         # Before the states are synchronised, which Lightning does without DDP for evaluation, too.
         module: Any = self.module
         named = chain(module.named_parameters(), module.named_buffers())
-        ignored = {name: tensor for name, tensor in named if tensor.dtype in _UNKNOWN_TO_NCCL}
+        ignored = {name: tensor for name, tensor in named if must_send_bytes(tensor)}
         if ignored:
             names = {*getattr(module, IGNORED_BY_DDP, ()), *ignored}
             self.overrides.set(module, IGNORED_BY_DDP, names)
@@ -146,7 +143,7 @@ class SuperBatchDDPStrategy(WeightedLoss, SeveralProcesses, DDPStrategy):
         module: Any = self.module
         super().configure_ddp()
         wrapper: Any = self.model
-        names = [n for n, b in module.named_buffers() if b.dtype in _UNKNOWN_TO_NCCL]
+        names = [name for name, buffer in module.named_buffers() if must_send_bytes(buffer)]
         if names and ddp_option(self, "broadcast_buffers", True):
             # DDP does so with all other buffers.
             wrapper.register_forward_pre_hook(

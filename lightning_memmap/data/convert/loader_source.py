@@ -10,7 +10,7 @@ import lightning as L
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import IterableDataset
 
-from lightning_memmap._compat.loops import copy_hyperparameters
+from lightning_memmap._compat.modules import copy_hyperparameters
 from lightning_memmap.data.convert.loader_facts import LoaderFacts, LoaderTree
 from lightning_memmap.data.options import DataOptions
 from lightning_memmap.data.splits import SPLITS_OF_STAGE

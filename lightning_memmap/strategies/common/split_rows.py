@@ -1,12 +1,12 @@
 """Dividing the rows of a batch among devices or micro-batches."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_memmap.integers import even_range
 from lightning_memmap.loading.nested import named_leaves, with_leaves
 from lightning_memmap.loading.step_weight import positive_total
 from lightning_memmap.schema.fields import RowList
@@ -67,8 +67,7 @@ def _select(leaf: Any, rows: range, device: torch.device) -> Any:
 
 def even_ranges(num_items: int, num_parts: int) -> list[range]:
     """Divide ``range(num_items)`` into consecutive ranges whose sizes differ by at most one."""
-    bounds = [num_items * index // num_parts for index in range(num_parts + 1)]
-    return [range(start, stop) for start, stop in pairwise(bounds)]
+    return [even_range(index, num_parts, num_items) for index in range(num_parts)]
 
 
 def items_of_ranges(by_row: Any, row_ranges: Sequence[range]) -> list[Any]:

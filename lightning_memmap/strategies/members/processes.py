@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from rich import get_console
 from typing_extensions import override
 
-from lightning_memmap._compat.launchers import (
+from lightning_memmap._compat.independent import (
     BEGAN_IN,
     ScriptLauncher,
     TunerExit,

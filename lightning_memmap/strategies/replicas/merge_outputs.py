@@ -12,6 +12,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_memmap.loading.nested import children_of, interleave, with_children
+from lightning_memmap.schema.fields import RowList
 from lightning_memmap.strategies.common.split_rows import (
     fractions_of,
     row_count,
@@ -144,9 +145,8 @@ class OutputMerger:
         if isinstance(values[0], list):
             items: list[Any] = [None] * num_rows
             for rows, value in zip(self._row_ranges, values, strict=True):
-                for row, item in zip(rows, value, strict=True):
-                    items[row] = self._move(item)
-            return items
+                items[rows.start : rows.stop : rows.step] = map(self._move, value)
+            return RowList(items) if isinstance(values[0], RowList) else items
         if len(values) == 1:
             return self._move(values[0])
         if isinstance(values[0], Tensor) and values[0].is_nested:

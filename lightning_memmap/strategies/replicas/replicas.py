@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_memmap._compat.metrics import count_from_nothing, merge_metric
-from lightning_memmap._compat.modules import own_children, own_tensors
+from lightning_memmap._compat.modules import own_children, own_named_tensors
 from lightning_memmap._compat.tensors import add_all, copy_all
 from lightning_memmap.loading.device_streams import current, send, send_together
 from lightning_memmap.results.row_log import take_logged_rows
@@ -114,7 +114,8 @@ class Replicas(nn.Module):
         """
         self._layers, self._metrics = _find_layers(self.module)
         modules = [*self._layers, *self._metrics]
-        tensors = list(dict.fromkeys(chain.from_iterable(map(own_tensors, modules))))
+        named = chain.from_iterable(map(own_named_tensors, modules))
+        tensors = list(dict.fromkeys(tensor for _, tensor in named))
         kinds = [(id(t), t.shape, t.dtype, t.requires_grad) for t in tensors]
         structure = self._layers, [*map(type, self._layers)], kinds
         is_new = self._structure != structure

@@ -163,7 +163,7 @@ def _receive(client: socket.socket, num_bytes: int) -> bytes:
 def run(request: dict[str, Any], command: str) -> None:
     """Run a program as ``python`` with these arguments does."""
     os.chdir(request["directory"])
-    for name in ("_compat.launchers", "strategies.members.processes"):
+    for name in ("_compat.independent", "strategies.members.processes"):
         if (module := sys.modules.get(f"lightning_memmap.{name}")) is not None:
             # The package was imported elsewhere.
             module.BEGAN_IN = request["directory"]  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Private names of Lightning around processes, and around the outputs of a Trainer."""
+"""Private names of Lightning for members: their launcher, and the outputs of their Trainers."""
 
 import os
 import sys
