@@ -18,7 +18,7 @@ from lightning_memmap.placement.topology import find_data_parallel_rank
 from lightning_memmap.ranks import raise_on_all_ranks
 from lightning_memmap.results.folder import ResultFolder, Run, digest_of
 from lightning_memmap.results.parts import PartHeader, PartWriter, RowSlots
-from lightning_memmap.results.row_log import logged_rows, take_logged_rows
+from lightning_memmap.results.row_log import logged_rows
 from lightning_memmap.results.writer import ResultWriter
 from lightning_memmap.schema.fields import Field, dtype_name, field_name
 
@@ -26,7 +26,7 @@ from lightning_memmap.schema.fields import Field, dtype_name, field_name
 _RESERVED = ("seen", "epoch", "row_number")
 _STAGES = {"train": "training_step", "val": "validation_step", "test": "test_step"}
 #: Steps whose values are written at once. On a GPU, each write waits for the device.
-_PENDING_STEPS = 64
+_PENDING_STEPS = 256
 _PENDING_BYTES = 16 * 2**20
 
 
@@ -110,7 +110,8 @@ class RowResults(ResultWriter, L.Callback):
         self._part: PartWriter | None = None
         self._slots: RowSlots | None = None
         self._pending: list[tuple[int, list[Tensor]]] = []
-        self._pending_bytes = 0
+        #: Steps that are written at once. The first step shows errors, and their bytes.
+        self._max_pending = 1
 
     @property
     @override
@@ -166,7 +167,7 @@ class RowResults(ResultWriter, L.Callback):
         batch_idx: int,
     ) -> None:
         """Forget what the last step has logged for its rows."""
-        take_logged_rows(pl_module)
+        logged_rows(pl_module).clear()
 
     @override
     def on_train_batch_end(
@@ -215,7 +216,7 @@ class RowResults(ResultWriter, L.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Forget what the last step has logged for its rows."""
-        take_logged_rows(pl_module)
+        logged_rows(pl_module).clear()
 
     @override
     def on_validation_batch_end(
@@ -254,7 +255,7 @@ class RowResults(ResultWriter, L.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Forget what the last step has logged for its rows."""
-        take_logged_rows(pl_module)
+        logged_rows(pl_module).clear()
 
     @override
     def on_test_batch_end(
@@ -365,12 +366,9 @@ class RowResults(ResultWriter, L.Callback):
             if not isinstance(value, Tensor) or not value.ndim:
                 raise self._lacking({**outputs, **logged} if returned else outputs, key, step)
             # A copy: the module may reuse the memory, and a view would keep all of it.
-            values.append(value.detach().clone())
+            values.append((value.detach() if value.requires_grad else value).clone())
         self._pending.append((step, values))
-        self._pending_bytes += sum(value.nbytes for value in values)
-        is_full = len(self._pending) >= _PENDING_STEPS or self._pending_bytes >= _PENDING_BYTES
-        # The first step shows errors at once.
-        if is_full or self._part is None:
+        if len(self._pending) >= self._max_pending:
             self._flush(trainer)
 
     def _write_all(self, trainer: L.Trainer) -> None:
@@ -388,7 +386,6 @@ class RowResults(ResultWriter, L.Callback):
         assert loader is not None
         pending = self._pending
         self._pending = []
-        self._pending_bytes = 0
         ranges = loader.local_positions([step for step, _ in pending])
         rank, size = find_data_parallel_rank(trainer.strategy)
         if self._part is None:
@@ -401,6 +398,8 @@ class RowResults(ResultWriter, L.Callback):
         if self._part is None:
             self._rewind(trainer, loader)
             self._part = self._new_part(trainer, loader)
+            step_bytes = max(1, sum(value.nbytes for value in pending[0][1]))
+            self._max_pending = min(_PENDING_STEPS, _PENDING_BYTES // step_bytes)
         first = 0
         for index, positions in enumerate(ranges):
             # Steps may be skipped.
@@ -416,27 +415,25 @@ class RowResults(ResultWriter, L.Callback):
     def _check(self, step: int, values: Sequence[Tensor], batch_shape: tuple[int, ...]) -> None:
         """Check the values of a step. The first step defines the fields."""
         num = len(batch_shape)
-        where = f"{_STAGES[self._stage]}, batch {step}"
-        for key, value in zip(self.keys, values, strict=True):
+        self._fields = self._fields or tuple(
+            Field(key, value.dtype, tuple(value.shape[num:]))
+            for key, value in zip(self.keys, values, strict=True)
+        )
+        for field, value in zip(self._fields, values, strict=True):
             if value.shape[:num] != batch_shape:
                 expected = "(B, ...)" if num == 1 else "(B, max_documents, ...)"
                 item = "row" if num == 1 else "document of each pack"
                 raise ValueError(
-                    f"{where}: {key!r} has shape {tuple(value.shape)}: return a tensor of shape"
-                    f" {expected}, here {batch_shape} and the shape of a value, with a value for"
-                    f" each {item}"
+                    f"{_STAGES[self._stage]}, batch {step}: {field.name!r} has shape"
+                    f" {tuple(value.shape)}: return a tensor of shape {expected}, which begins with"
+                    f" {batch_shape} in this batch, with a value for each {item}"
                 )
-        fields = self._fields or tuple(
-            Field(key, value.dtype, tuple(value.shape[num:]))
-            for key, value in zip(self.keys, values, strict=True)
-        )
-        for field, value in zip(fields, values, strict=True):
             if (value.dtype, value.shape[num:]) != (field.dtype, field.shape):
                 raise SchemaError(
-                    f"{where}: values of {field.name!r} are {dtype_name(value.dtype)} of shape"
-                    f" {tuple(value.shape[num:])}, and earlier ones {field}"
+                    f"{_STAGES[self._stage]}, batch {step}: values of {field.name!r} are"
+                    f" {dtype_name(value.dtype)} of shape {tuple(value.shape[num:])}, and earlier"
+                    f" ones {field}"
                 )
-        self._fields = fields
 
     def _rewind(self, trainer: L.Trainer, loader: SuperBatchLoader) -> None:
         """Remove the results of steps that the run repeats, before it writes the first ones."""
@@ -484,7 +481,7 @@ class RowResults(ResultWriter, L.Callback):
 
     def _close(self) -> None:
         self._pending = []
-        self._pending_bytes = 0
+        self._max_pending = 1
         if self._part is not None:
             self._part.close()
             self._part = None
