@@ -18,7 +18,7 @@ from lightning_memmap.errors import is_argument_mismatch
 from lightning_memmap.loading.nested import (
     check_alike,
     children_of,
-    kind_of,
+    leaf_signature,
     named_leaves,
     with_children,
 )
@@ -152,7 +152,7 @@ def _check_alike(
     check_alike(
         [
             {
-                name: kind_of(leaf)
+                name: leaf_signature(leaf)
                 for name, leaf in leaves.items()
                 if name not in lists and not name.startswith(within)
             }

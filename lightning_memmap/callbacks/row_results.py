@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.callbacks.ranks import fill_member, is_last_with_its_rows
+from lightning_memmap.data.splits import SplitName
 from lightning_memmap.errors import SchemaError, with_article
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.placement.topology import find_data_parallel_rank
@@ -89,7 +90,7 @@ class RowResults(ResultWriter, L.Callback):
                 )
         if not self.keys or len(set(self.keys)) < len(self.keys):
             raise ValueError(f"RowResults: keys={list(keys)}: pass at least one key, each once")
-        self._stage, _, self._loader_name = split.partition("/")
+        self._stage, self._loader_name = SplitName.parse(split)
         if self._stage not in _STAGES or (self._stage == "train" and self._loader_name):
             raise ValueError(
                 f"RowResults: split={split!r}: choose from {', '.join(_STAGES)}, or one of several"
@@ -323,7 +324,7 @@ class RowResults(ResultWriter, L.Callback):
                 if self._stage == "train":
                     # A checkpoint of the last step may be older than the end of its epoch, and the
                     # order of the next one may need its results.
-                    start = loader.start
+                    start = loader.start_state
                     is_complete = not loader.num_steps_of(start.epoch, start.position)
                     epoch = start.epoch + is_complete
                     self._folder.finish(self._run, loader.order, epoch)
@@ -389,7 +390,7 @@ class RowResults(ResultWriter, L.Callback):
         ranges = loader.local_positions([step for step, _ in pending])
         rank, size = find_data_parallel_rank(trainer.strategy)
         if self._part is None:
-            start = loader.start
+            start = loader.start_state
             self._slots = RowSlots(loader.order, start.epoch, rank, size)
         slots = self._slots
         assert slots is not None
@@ -439,13 +440,13 @@ class RowResults(ResultWriter, L.Callback):
         """Remove the results of steps that the run repeats, before it writes the first ones."""
         is_first = find_data_parallel_rank(trainer.strategy)[0] == 0
         if is_first and self._stage == "train" and not self._is_rewound:
-            start = loader.start
+            start = loader.start_state
             self._folder.rewind(self._run, loader.order, start.epoch, start.position, self._attempt)
             self._is_rewound = True
 
     def _new_part(self, trainer: L.Trainer, loader: SuperBatchLoader) -> PartWriter:
         """Create the part of this process for the epoch."""
-        start = loader.start
+        start = loader.start_state
         rank, size = find_data_parallel_rank(trainer.strategy)
         header = PartHeader(
             run=self._run,
@@ -462,7 +463,7 @@ class RowResults(ResultWriter, L.Callback):
 
     def _epoch_of(self, trainer: L.Trainer, loader: SuperBatchLoader) -> int:
         """Return the epoch of the results: of the order, or of the fit that is validated."""
-        return loader.start.epoch if self._stage == "train" else trainer.current_epoch
+        return loader.start_state.epoch if self._stage == "train" else trainer.current_epoch
 
     def _commit(self, trainer: L.Trainer) -> None:
         """Commit the epoch, or raise on all ranks. All ranks must call this."""

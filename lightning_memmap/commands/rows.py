@@ -18,7 +18,7 @@ from rich.table import Table
 from lightning_memmap.arguments import BriefParser, print_error, read_config, reject_overrides
 from lightning_memmap.commands.store_page import Section, read_values
 from lightning_memmap.data.module import MemmapDataModule
-from lightning_memmap.data.splits import SPLITS
+from lightning_memmap.data.splits import ROLES
 from lightning_memmap.errors import MemmapError, StoreNotFoundError, check_integer
 from lightning_memmap.placement.topology import DataTopology, find_topology
 from lightning_memmap.results.reading import check_dataset, read_latest, read_row_results
@@ -95,7 +95,7 @@ def describe_step(
     data: MemmapDataModule, order: Sampler, topology: DataTopology, epoch: int, step: int
 ) -> dict[str, Any]:
     """Describe a step of an epoch: its rows, the rows of each device, and whether it is skipped."""
-    num_devices = topology.num_data_devices
+    num_devices = topology.num_global_data_devices
     schedule = _schedule(data, order, topology)
     if step >= len(schedule):
         raise ValueError(f"step={step}: epoch {epoch} has the steps 0 to {len(schedule) - 1}")
@@ -114,7 +114,7 @@ def describe_step(
         "devices": [
             {
                 "device": device,
-                "rank": device % topology.size,
+                "rank": device % topology.data_parallel_size,
                 "rows": [*chain(*by_position[(device - start) % num_devices :: num_devices])],
             }
             for device in range(num_devices)
@@ -149,7 +149,7 @@ def find_steps(
 
 
 def _schedule(data: MemmapDataModule, order: Sampler, topology: DataTopology) -> BatchSchedule:
-    size = data.batch_size * topology.num_data_devices
+    size = data.batch_size * topology.num_global_data_devices
     return BatchSchedule(order.num_positions, size, order.num_shards, data.drop_last)
 
 
@@ -197,7 +197,7 @@ def _list(options: RowsOptions) -> _Listing:
     data = _make_data(options)
     topology = _find_topology(options)
     store = _open_store(options, data)
-    order = data.train_sampler(store, topology)
+    order = data.make_train_order(store, topology)
     if options.results is not None:
         fields = make_fields(store, order.pool.rows)
         check_dataset(options.results, DatasetIdentity.of(fields))
@@ -316,7 +316,7 @@ def _make_data(options: RowsOptions) -> MemmapDataModule:
     assert options.config is not None
     config = read_config(options.config, "data")
     arguments = dict(config["data"].get("init_args") or {})
-    arguments |= dict.fromkeys(arguments.keys() & {f"{split}_dataset" for split in SPLITS})
+    arguments |= dict.fromkeys(arguments.keys() & {f"{role}_dataset" for role in ROLES})
     parser = BriefParser(exit_on_error=False)
     parser.add_subclass_arguments(L.LightningDataModule, "data", required=True)
     section = {"data": {**config["data"], "init_args": arguments}}
@@ -350,4 +350,4 @@ def _find_topology(options: RowsOptions) -> DataTopology:
             " devices of all processes as --devices"
         ) from error
     # Without a rank, so that the rows are the rows of all processes.
-    return DataTopology(topology.data_devices, 0, topology.size)
+    return DataTopology(topology.data_devices, 0, topology.data_parallel_size)

@@ -8,7 +8,7 @@ import torch
 from rich.text import Text
 
 from lightning_memmap.commands.store_rates import Trial
-from lightning_memmap.placement.plan import Residency, SplitShards, divide, plan_placement
+from lightning_memmap.placement.plan import Residency, SplitShards, make_pool, plan_placement
 from lightning_memmap.placement.topology import DataTopology, check_memory_fraction
 from lightning_memmap.sampling.rows import StoreRows, default_shards
 from lightning_memmap.sampling.sampler import SequentialSampler
@@ -156,13 +156,13 @@ def plan_memory(stores: Mapping[str, Manifest], count: int, machine: Machine) ->
     topology = DataTopology(tuple(torch.device("cuda", index) for index in range(count)))
     sizes = {}
     for name, manifest in stores.items():
-        pool = divide(name, StoreRows(manifest.shards), manifest.num_shards, topology)
+        pool = make_pool(name, StoreRows(manifest.shards), manifest.num_shards, topology)
         sizes[name] = SplitShards.of(SequentialSampler(pool), manifest, topology)
     budgets = dict.fromkeys(topology.data_devices, machine.device_budget)
     budgets[torch.device("cpu")] = machine.host_budget
     devices = Counter[int]()
     memories = Counter[Residency]()
-    for shards in plan_placement(sizes, topology, "auto", budget_bytes=budgets).held():
+    for shards in plan_placement(sizes, topology, "auto", budget_bytes=budgets).held_shards():
         memories[shards.residency] += shards.num_bytes
         if shards.residency is Residency.DEVICE:
             devices[shards.device_index] += shards.num_bytes

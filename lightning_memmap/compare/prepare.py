@@ -97,7 +97,7 @@ def prepare_store(
     store_s = perf_counter() - started_s
     store = data.open_train_store()
     global_batch = data.batch_size * devices
-    order = data.train_sampler(store, DataTopology((CPU,) * devices))
+    order = data.make_train_order(store, DataTopology((CPU,) * devices))
     schedule = BatchSchedule(order.num_positions, global_batch, order.num_shards, drop_last=True)
     if not len(schedule):
         raise ValueError(

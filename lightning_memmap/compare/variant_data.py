@@ -196,7 +196,7 @@ class PlainData(L.LightningDataModule):
         assert self.trainer is not None
         rank, size = find_data_parallel_rank(self.trainer.strategy)
         store = self._data.open_train_store()
-        order = self._data.train_sampler(store, DataTopology((CPU,), rank, size))
+        order = self._data.make_train_order(store, DataTopology((CPU,), rank, size))
         schedule = BatchSchedule(
             order.num_positions, self._global_batch, order.num_shards, drop_last=True
         )
@@ -245,7 +245,7 @@ def variant_datamodule(
         if data.datasets["train"] is None:
             raise ValueError(f"{variant.name}: train_dataset=None: there is nothing to build")
         as_stored = data.with_options(num_shards=None)
-        built = as_stored.train_sampler(as_stored.open_train_store()).num_shards
+        built = as_stored.make_train_order(as_stored.open_train_store()).num_shards
         if built != data.num_shards:
             raise ValueError(
                 f"{variant.name}: a store that is built while training has {built} shards. Choose"
@@ -279,7 +279,7 @@ def comparable_datamodule(data: Any) -> MemmapDataModule:
 def batch_size_of(trainer: L.Trainer, global_batch: int, devices: int) -> int:
     """Compute the rows per data device and step, before the Trainer has started any process."""
     try:
-        num_devices = find_topology(trainer.strategy).num_data_devices
+        num_devices = find_topology(trainer.strategy).num_global_data_devices
     except RuntimeError:
         # A strategy with a mesh makes it later. In a comparison all devices are data parallel.
         num_devices = devices

@@ -65,7 +65,7 @@ def make_loader(
         order = set_up.make_order(options)
         training_options = _counting_options(order, set_up, options, trainer, strategy)
         training_options["drop_last"] = options.drop_last
-        training_options["progress"] = None if trainer is None else TrainerProgress(trainer)
+        training_options["trainer_progress"] = None if trainer is None else TrainerProgress(trainer)
         if not is_overfitting:
             training_options["skip_steps"] = steps_to_skip(options.skip_steps)
             training_options["skipped"] = skipped
@@ -93,7 +93,7 @@ def make_loader(
             callbacks.append(_ShowStored())
     if not is_overfitting:
         loader.dataset = loader.batch_sizes
-    return loader.placed(topology)
+    return loader.on_device_of(topology)
 
 
 def _counting_options(

@@ -45,7 +45,13 @@ from lightning_memmap.data.set_up import (
     warn_of_slow_reads,
 )
 from lightning_memmap.data.split_stores import SplitStores, StoreOrigin
-from lightning_memmap.data.splits import SPLITS, SPLITS_OF_STAGE, has_several, name_datasets
+from lightning_memmap.data.splits import (
+    ROLES,
+    ROLES_OF_STAGE,
+    SplitName,
+    has_several,
+    name_datasets,
+)
 from lightning_memmap.errors import nearest
 from lightning_memmap.loading.batches import BatchLoader
 from lightning_memmap.loading.loader import SuperBatchLoader
@@ -264,7 +270,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         self._resume: Resume | None = None
         #: The steps that the run has skipped, as far as a training loader knows them.
         self._skipped = SkippedSteps()
-        self._builds: list[BackgroundBuild] = []
+        self._background_builds: list[BackgroundBuild] = []
         #: The data module whose loaders are read, if any.
         self._source: LoaderSource | None = None
         #: The data modules of several training loaders, by key; empty if there is only one.
@@ -297,7 +303,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         other = copy.copy(self)
         other.options = replace(self.options, **changes)
         other._known_stores = {**self._known_stores}
-        other._builds = []
+        other._background_builds = []
         if self._source is not None:
             other._source = self._source.choosing(changes)
             other._training_sets = {}
@@ -418,7 +424,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             "trainer": None if self._running is None else self.trainer,
             "_set_up": None,
             "_train_loader": None,
-            "_builds": [],
+            "_background_builds": [],
             "_fabric": None,
         }
 
@@ -494,10 +500,10 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             raise stores.missing("train")
         return opened["train"]
 
-    def train_sampler(self, store: Store, topology: DataTopology | None = None) -> Sampler:
+    def make_train_order(self, store: Store, topology: DataTopology | None = None) -> Sampler:
         """Return the order of the training rows; ``overfit_batches`` does not apply."""
         planner = Planner(self._split_stores, topology or find_topology(None))
-        return planner.shards("train", store).order
+        return planner.plan_split("train", store).order
 
     def use_fabric(self, fabric: L.Fabric) -> None:
         """Place the rows on the devices of a Fabric, without a Trainer.
@@ -606,17 +612,14 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         for training_set in self._training_sets.values():
             training_set.prepare_data()
         stores = self._split_stores
-        stores.check()
-        splits = dict.fromkeys(map(stores.stored_split, self._splits()))
-        parts = [part for split in splits for part in stores.parts(split)]
-        for build in self._builds:
-            parts = [part for part in parts if not build.is_building(part)]
-        builds = {part: task for part in parts if (task := stores.needed_build(part)) is not None}
-        growing = {part: task for part, task in builds.items() if stores.grows(part, task)}
+        stores.check_options()
+        specs, growing = stores.needed_builds(self._splits(), self._background_builds)
         if growing:
-            planner = self._planner
-            self._builds.append(BackgroundBuild(growing, self.num_workers, planner.first_rows))
-        stores.build({part: task for part, task in builds.items() if part not in growing})
+            find_first_rows = self._planner.find_first_rows
+            self._background_builds.append(
+                BackgroundBuild(growing, self.num_workers, find_first_rows)
+            )
+        stores.build(specs)
 
     def setup(self, stage: str | None = None) -> None:
         """Open the stores, plan the placement, and load the shards of this process.
@@ -642,31 +645,34 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         set_up = None
         error = None
         try:
-            set_up = self._set_up = self._make_set_up(stage)
+            self._reset()
+            set_up = self._set_up = self._set_up_stage(stage)
         except Exception as caught:
             error = caught
         runner = self.trainer or self._fabric
         if runner is not None and runner.world_size > 1:
-            check_ranks_match({} if set_up is None else set_up.must_match, error)
+            check_ranks_match({} if set_up is None else set_up.rank_invariants, error)
         elif error is not None:
             raise error
         if (stage or self._running or "fit") == "fit":
             for training_set in self._training_sets.values():
                 training_set.setup("fit")
 
-    def _make_set_up(self, stage: str | None) -> SetUp:
+    def _reset(self) -> None:
+        """Free the rows of the last set-up, and forget the state of the last fit."""
         # Not teardown(), because a subclass may have overridden it.
-        self._release()
+        self._release_rows()
         # They belong to a fit that ended before it requested its loader.
         self._resume = None
         self._skipped = SkippedSteps()
-        if stage is not None and stage not in SPLITS_OF_STAGE:
-            raise ValueError(
-                f"stage={stage!r}: choose one of {', '.join(SPLITS_OF_STAGE)}, or None"
-            )
+
+    def _set_up_stage(self, stage: str | None) -> SetUp:
+        """Open the stores of a stage, place their shards, and load the shards of this process."""
+        if stage is not None and stage not in ROLES_OF_STAGE:
+            raise ValueError(f"stage={stage!r}: choose one of {', '.join(ROLES_OF_STAGE)}, or None")
         self._read_loaders(stage)
         planner = self._planner
-        planner.stores.check()
+        planner.stores.check_options()
         opened = planner.stores.open(self._splits(stage))
         is_omitted = self.datasets["val"] is None and self.datasets["train"] is not None
         if "val" in opened and is_omitted and planner.stores.stored_split("val") == "val":
@@ -687,13 +693,13 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         """Return the splits of a stage; by default those that the Trainer runs, or all."""
         if stage is None and self._running is not None:
             stage = self._running.value
-        kinds = SPLITS if stage is None else SPLITS_OF_STAGE[stage]
+        roles = ROLES if stage is None else ROLES_OF_STAGE[stage]
         if (source := self._source) is not None:
-            kinds = tuple(kind for kind in kinds if source.has(kind))
+            roles = tuple(role for role in roles if source.has(role))
         splits = list[str]()
-        for kind in kinds:
+        for role in roles:
             # The training sets of a mixture are one split.
-            splits += ["train"] if kind == "train" else name_datasets(kind, self.datasets[kind])
+            splits += ["train"] if role == "train" else name_datasets(role, self.datasets[role])
         return splits
 
     def teardown(self, stage: str | None = None) -> None:
@@ -705,7 +711,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         Args:
             stage: Not used.
         """
-        self._release()
+        self._release_rows()
         self._end_builds()
         if self._set_up is not None:
             empty_caches(self._set_up.placement.topology.data_devices)
@@ -724,10 +730,10 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             self._source.datamodule.on_exception(exception)
 
     def _end_builds(self) -> None:
-        while self._builds:
-            self._builds.pop().stop()
+        while self._background_builds:
+            self._background_builds.pop().stop()
 
-    def _release(self) -> None:
+    def _release_rows(self) -> None:
         if self._set_up is not None:
             self._set_up.release()
 
@@ -753,11 +759,11 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         if self._source is not None and not self._source.is_read:
             self._read_loaders("fit")
 
-    def _read_again(self, kind: str) -> None:
+    def _read_again(self, role: str) -> None:
         """Read the loaders of a split again if the Trainer reloads them in later epochs."""
         trainer: Any = self.trainer
         if self._source is not None and trainer and trainer.reload_dataloaders_every_n_epochs:
-            self._use(self._source.read_again(self.options, kind))
+            self._use(self._source.read_again(self.options, role))
 
     # Loaders
 
@@ -781,23 +787,28 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             sets = self._training_sets.items()
             return tree.combine({key: data.train_dataloader() for key, data in sets})
         trainer = self.trainer
-        # Until the Trainer has restored its counters, it only uses the length of the loader.
-        is_early = trainer is not None and is_restoring(trainer)
-        if trainer is not None and not is_early:
+        if trainer is not None and is_restoring(trainer):
+            # Until it has restored its counters, it only uses the length of the loader.
+            trainer = None
+        if trainer is not None:
             (self._resume or Resume()).settle(trainer)
         returned = self._loader("train")
         loader = returned.loader if isinstance(returned, BatchLoader) else returned
         self._train_loader = loader
         if hasattr(self._strategy, "add_training_loader"):
             self._strategy.add_training_loader(loader)
-        if trainer is not None and not is_early:
-            loader.set_epoch(trainer.current_epoch)
-            if self._resume is not None and self._resume.train is not None:
-                loader.load_state_dict(self._resume.train.as_dict())
-            self._resume = None
-            renew_where_epochs_differ(loader, trainer)
+        if trainer is not None:
+            self._restore(loader, trainer)
         self._skipped = loader.skipped
         return returned
+
+    def _restore(self, loader: SuperBatchLoader, trainer: L.Trainer) -> None:
+        """Start a training loader in the Trainer's epoch, or where the checkpoint was saved."""
+        loader.set_epoch(trainer.current_epoch)
+        if self._resume is not None and self._resume.train is not None:
+            loader.load_state_dict(self._resume.train.as_dict())
+        self._resume = None
+        renew_where_epochs_differ(loader, trainer)
 
     def val_dataloader(self) -> Loaders:
         """Return the loader of the validation rows, in dataset order.
@@ -810,7 +821,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         Raises:
             StoreNotFoundError: The Trainer validates, and the split does not exist.
         """
-        is_missing = not any(split.partition("/")[0] == "val" for split in self._rows)
+        is_missing = not any(SplitName.parse(split).role == "val" for split in self._rows)
         if is_missing and self._running is not TrainerFn.VALIDATING:
             # Lightning would warn that an empty list may be a mistake.
             message = "Total length of `list` across ranks is zero"
@@ -842,17 +853,17 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         """
         return self._loaders("predict")
 
-    def _loaders(self, kind: str) -> Loaders:
+    def _loaders(self, role: str) -> Loaders:
         """Return the loader of each dataset to evaluate on, in a list or dict like the datasets."""
-        self._read_again(kind)
-        datasets = self.datasets[kind]
-        by_split = {split: self._loader(split) for split in name_datasets(kind, datasets)}
+        self._read_again(role)
+        datasets = self.datasets[role]
+        by_split = {split: self._loader(split) for split in name_datasets(role, datasets)}
         loaders: Loaders = list(by_split.values())
         if not has_several(datasets):
-            loaders = by_split[kind]
+            loaders = by_split[role]
         elif isinstance(datasets, Mapping):
-            loaders = {split.partition("/")[2]: loader for split, loader in by_split.items()}
-        return loaders if self._source is None else self._source.combine(kind, loaders)
+            loaders = {SplitName.parse(split).name: loader for split, loader in by_split.items()}
+        return loaders if self._source is None else self._source.combine(role, loaders)
 
     def _loader(self, split: str) -> Loader:
         if split not in self._rows:
@@ -893,7 +904,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         if self._resume is None and (loader := self._train_loader) is not None:
             is_validating = None if self.trainer is None else self.trainer.validating
             stores = None if self._set_up is None else self._set_up.train_stores
-            resume = Resume(*loader.position(), is_validating, stores)
+            resume = Resume(*loader.trained_state(), is_validating, stores)
         state = resume.as_dict()
         if self._source is not None and (state_of_source := self._source.datamodule.state_dict()):
             state["datamodule"] = state_of_source

@@ -6,7 +6,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from lightning_memmap.data.splits import SPLITS, check_datasets
+from lightning_memmap.data.splits import ROLES, SplitName, check_datasets
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.transform import check_callable
 from lightning_memmap.placement.plan import Residency, check_residency
@@ -102,8 +102,8 @@ class DataOptions:
     weight: Callable[[Any], Any] | str | None = None
 
     def __post_init__(self) -> None:
-        for kind, datasets in self.datasets.items():
-            check_datasets(kind, datasets)
+        for role, datasets in self.datasets.items():
+            check_datasets(role, datasets)
         object.__setattr__(self, "store_dir", _directory(self.store_dir))
         for name, limit in _COUNTS.items():
             value = getattr(self, name)
@@ -139,8 +139,8 @@ class DataOptions:
             object.__setattr__(self, "decode", read_decode(self.decode))
         object.__setattr__(self, "windows", read_windows(self.windows))
         for argument, split in self.by_split():
-            if str(split).partition("/")[0] not in SPLITS:
-                raise _no_split(argument, split, SPLITS)
+            if SplitName.parse(split).role not in ROLES:
+                raise _no_split(argument, split, ROLES)
         prints = self.fingerprint
         for fingerprint in prints.values() if isinstance(prints, Mapping) else [prints]:
             check_fingerprint(fingerprint)
@@ -155,8 +155,8 @@ class DataOptions:
             return
         sizes = dict[str, int]()
         for split, size in option.items():
-            if str(split).partition("/")[0] not in SPLITS[1:]:
-                raise _no_split(name, split, SPLITS[1:])
+            if SplitName.parse(split).role not in ROLES[1:]:
+                raise _no_split(name, split, ROLES[1:])
             sizes[split] = check_integer(f"{name}[{split!r}]", size, *_COUNTS["batch_size"])
         object.__setattr__(self, name, sizes)
 
@@ -167,7 +167,7 @@ class DataOptions:
             return self.batch_size
         if not isinstance(sizes, Mapping):
             return sizes
-        return sizes.get(split, sizes.get(split.partition("/")[0], self.batch_size))
+        return sizes.get(split, sizes.get(SplitName.parse(split).role, self.batch_size))
 
     def _check_build(self) -> None:
         if not isinstance(self.build, str) or self.build not in ("first", "while_training"):
@@ -230,7 +230,7 @@ class DataOptions:
     @property
     def datasets(self) -> dict[str, Any]:
         """The value of each of the four dataset arguments, by ``train``, ``val`` and so on."""
-        return {kind: getattr(self, f"{kind}_dataset") for kind in SPLITS}
+        return {role: getattr(self, f"{role}_dataset") for role in ROLES}
 
     @property
     def mixed(self) -> tuple[str, ...]:
@@ -238,7 +238,7 @@ class DataOptions:
         return self.sampler.stores if isinstance(self.sampler, SamplerFactory) else ()
 
     @property
-    def order(self) -> dict[str, Any]:
+    def order_options(self) -> dict[str, Any]:
         """The options that decide the order of the training rows, by name."""
         names = ["sampler", "shuffle", "seed", "shuffle_block"]
         names += ["batch_size"] * self.is_by_batch

@@ -19,12 +19,12 @@ from lightning_memmap.data.options import DataOptions
 from lightning_memmap.data.split_stores import SplitStores
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.integers import Integers
-from lightning_memmap.loading.split import SplitRows, largest_block_bytes, load_split
+from lightning_memmap.loading.split import SplitRows, load_split, max_block_bytes
 from lightning_memmap.placement.plan import (
     Placement,
     Residency,
     SplitShards,
-    divide,
+    make_pool,
     placement_table,
     plan_placement,
 )
@@ -70,7 +70,7 @@ class Planner:
         """
         options = self.stores.options
         topology = self.topology
-        splits = {split: self.shards(split, store) for split, store in opened.items()}
+        splits = {split: self.plan_split(split, store) for split, store in opened.items()}
         if budget_bytes is None:
             budget_bytes = compute_budgets(
                 topology.data_devices,
@@ -80,7 +80,7 @@ class Planner:
             )
         return plan_placement(splits, topology, options.residency, budget_bytes=budget_bytes)
 
-    def first_rows(self, stores: Mapping[str, Store]) -> dict[str, Integers]:
+    def find_first_rows(self, stores: Mapping[str, Store]) -> dict[str, Integers]:
         """Return the rows of the first training steps, by store, with their positions.
 
         The stores may still be empty.
@@ -88,7 +88,7 @@ class Planner:
         # Fields can't be looked up yet. Errors in the order are raised by the set-up.
         with suppress(ValueError, MemmapError):
             if (store := self.stores.joined("train", stores)) is not None:
-                order = self.shards("train", store).order
+                order = self.plan_split("train", store).order
                 num_rows = min(FIRST_STEPS * self.step_rows, order.num_positions)
                 rows = order.dataset_rows(0, range(num_rows))
                 parts = zip(self.stores.parts("train"), store.each(rows), strict=True)
@@ -98,31 +98,25 @@ class Planner:
     @property
     def step_rows(self) -> int:
         """Rows of a training step on all data devices."""
-        return self.stores.options.batch_size * self.topology.num_data_devices
+        return self.stores.options.batch_size * self.topology.num_global_data_devices
 
-    def shards(self, split: str, store: Store) -> SplitShards:
+    def plan_split(self, split: str, store: Store) -> SplitShards:
         """Divide a split into shards, choose its order, and measure the shards."""
         options = self.stores.options
         topology = self.topology
         rows = windowed(store, self.stores.rows(split, store), options.windows)
         num_shards = options.num_shards or store.manifest.choose_num_shards(rows.num_rows)
-        order = self._order(split, store, divide(split, rows, num_shards, topology))
+        order = self._make_order(split, store, make_pool(split, rows, num_shards, topology))
         if order.num_shards != num_shards and not order.is_sequential:
-            counts = [*map(str, divisors(num_shards))]
-            usable = f"{', '.join(counts[:-1])} or {counts[-1]}" if counts[1:] else counts[0]
-            rank_zero_warn(
-                f"the {split} rows are in {num_shards} shards, which {topology.num_data_devices}"
-                f" data devices do not divide: they are striped again over {order.num_shards}, in"
-                f" another order. {usable} data devices would keep the order"
-            )
+            _warn_of_restriping(split, num_shards, topology.num_global_data_devices, order)
         block_bytes = 0
         if options.is_streamed:
-            held = topology.held(order.num_shards)
-            block_bytes = largest_block_bytes(store, Blocks(order), held)
+            held = topology.shards_of_process(order.num_shards)
+            block_bytes = max_block_bytes(store, Blocks(order), held)
         return SplitShards.of(order, store.manifest, topology, block_bytes)
 
-    def _order(self, split: str, store: Store, pool: Pool) -> Sampler:
-        """Return the order of the rows of a split."""
+    def _make_order(self, split: str, store: Store, pool: Pool) -> Sampler:
+        """Make the order of the rows of a split."""
         options = self.stores.options
         rows = pool.rows
         block = options.shuffle_block
@@ -164,7 +158,7 @@ class SetUp:
         for split, store in stores.items():
             decode = options.decode if split == "train" else use_center_crops(options.decode)
             loaded = load_split(store, planner.topology, placement.splits[split], decode)
-            rows[split] = replace(loaded, are_numbered=options.with_row_numbers)
+            rows[split] = replace(loaded, with_row_numbers=options.with_row_numbers)
         return cls(planner, stores, placement, rows)
 
     @property
@@ -187,12 +181,12 @@ class SetUp:
                 f"shuffle_block={block}: under residency='stream' the rows are set up with"
                 f" shuffle_block={old.shuffle_block}: call setup() after you set it"
             )
-        if options.order == old.order:
+        if options.order_options == old.order_options:
             return order
         # The rows stay in the shards of the set-up.
-        changed = replace(old, num_shards=order.num_shards, **options.order)
+        changed = replace(old, num_shards=order.num_shards, **options.order_options)
         planner = replace(self.planner, stores=replace(self.planner.stores, options=changed))
-        new_order = planner.shards("train", self.stores["train"]).order
+        new_order = planner.plan_split("train", self.stores["train"]).order
         is_same_block = new_order.shuffle_block == order.shuffle_block
         if new_order.pool != order.pool or (old.is_streamed and not is_same_block):
             raise ValueError(
@@ -209,7 +203,7 @@ class SetUp:
         return {part: store.contents for part, store in parts}
 
     @property
-    def must_match(self) -> dict[str, object]:
+    def rank_invariants(self) -> dict[str, object]:
         """Everything that decides the rows of a step, and so must be equal on all ranks."""
         options = self.options
         names = "seed", "batch_size", "shuffle", "drop_last"
@@ -264,12 +258,23 @@ class SetUp:
                 order.clear()
 
 
+def _warn_of_restriping(split: str, num_shards: int, num_devices: int, order: Sampler) -> None:
+    """Warn that the data devices do not divide the shards of a store, so that the order differs."""
+    counts = [*map(str, divisors(num_shards))]
+    usable = f"{', '.join(counts[:-1])} or {counts[-1]}" if counts[1:] else counts[0]
+    rank_zero_warn(
+        f"the {split} rows are in {num_shards} shards, which {num_devices} data devices do not"
+        f" divide: they are striped again over {order.num_shards}, in another order. {usable} data"
+        " devices would keep the order"
+    )
+
+
 def print_placement(placement: Placement) -> None:
     """Print where the shards live, unless the last table shows the same, as for another fold."""
     placed = {
         split: (
             shards.order.shuffle_block if shards.is_streamed else None,
-            *shards.held(placement.topology, split),
+            *shards.group_by_device(placement.topology, split),
         )
         for split, shards in placement.splits.items()
     }
@@ -281,7 +286,9 @@ def print_placement(placement: Placement) -> None:
 def warn_of_slow_reads(placement: Placement, residency: str) -> bool:
     """Warn if shards in the file mapping exceed the free memory; return whether they do."""
     free = measure_free_bytes(torch.device("cpu"))
-    mapped = sum(held.num_bytes for held in placement.held() if held.residency is Residency.MMAP)
+    mapped = sum(
+        held.num_bytes for held in placement.held_shards() if held.residency is Residency.MMAP
+    )
     if mapped <= free:
         return False
     rank_zero_warn(

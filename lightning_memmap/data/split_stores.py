@@ -5,12 +5,13 @@ their rows each split uses.
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from operator import length_hint
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_memmap.data.options import DataOptions
-from lightning_memmap.data.splits import has_several, name_argument, name_datasets
+from lightning_memmap.data.splits import SplitName, has_several, name_argument, name_datasets
 from lightning_memmap.errors import (
     MemmapError,
     StoreError,
@@ -27,7 +28,7 @@ from lightning_memmap.store import Store, open_store
 from lightning_memmap.store.build import build
 from lightning_memmap.store.building import describe_unfinished_build
 from lightning_memmap.store.directory import is_store, list_stores
-from lightning_memmap.store.growing import open_growing
+from lightning_memmap.store.growing import BackgroundBuild, open_growing
 from lightning_memmap.store.joined import JoinedStore
 from lightning_memmap.store.paths import StoreUrl, path_or_url
 from lightning_memmap.store.recognition import check_dataset
@@ -55,8 +56,8 @@ class SplitStores:
     #: The stores that were built or recognized, so that they need no further check, by split.
     #: Building and opening adds to them.
     known_stores: dict[str, StoreOrigin]
-    #: Whether builds and fetches show progress bars.
-    progress: bool = True
+    #: Whether builds and downloads show progress bars.
+    show_progress: bool = True
 
     @property
     def datasets(self) -> dict[str, Any]:
@@ -65,13 +66,13 @@ class SplitStores:
         if arguments["train"] is None and self.options.mixed:
             arguments["train"] = dict.fromkeys(self.options.mixed)
         by_split = dict[str, Any]()
-        for kind, datasets in arguments.items():
-            by_split |= name_datasets(kind, datasets)
+        for role, datasets in arguments.items():
+            by_split |= name_datasets(role, datasets)
         return by_split
 
     def parts(self, split: str) -> list[str]:
         """Return the splits whose stores hold the rows of a split; several for a mixture."""
-        return [name for name in self.datasets if split in (name, name.partition("/")[0])]
+        return [name for name in self.datasets if split in (name, SplitName.parse(name).role)]
 
     @property
     def directory(self) -> Path | StoreUrl:
@@ -108,7 +109,7 @@ class SplitStores:
         """Return the path or URL of the store that holds the rows of a split."""
         return self.directory / self.stored_split(split)
 
-    def check(self) -> None:
+    def check_options(self) -> None:
         """Check that the options fit the datasets, either of which may have been set since."""
         self.check_datasets()
         self.options.check_splits(self.datasets)
@@ -159,11 +160,26 @@ class SplitStores:
                 " val_dataset"
             )
 
-    def needed_build(self, split: str) -> BuildRequest | None:
-        """Return the build that a split needs, or None.
+    def needed_builds(
+        self, splits: Iterable[str], background_builds: Iterable[BackgroundBuild]
+    ) -> tuple[dict[str, BuildRequest], dict[str, BuildRequest]]:
+        """Return the builds that splits need: those before training, and those during training.
 
-        No build is needed if the split has no dataset, or if this data module has built its store.
+        No build is needed if a split has no dataset, if this data module has built its store, or if
+        one of the background builds does.
         """
+        before = dict[str, BuildRequest]()
+        during = dict[str, BuildRequest]()
+        stored_splits = dict.fromkeys(map(self.stored_split, splits))
+        for part in chain.from_iterable(map(self.parts, stored_splits)):
+            if any(build.is_building(part) for build in background_builds):
+                continue
+            if (spec := self._needed_build(part)) is not None:
+                specs = during if self._is_built_while_training(part, spec) else before
+                specs[part] = spec
+        return before, during
+
+    def _needed_build(self, split: str) -> BuildRequest | None:
         options = self.options
         dataset = self.datasets[split]
         # At a URL, `open` finds the store or raises.
@@ -177,10 +193,10 @@ class SplitStores:
                     # It may have been changed in place.
                     self._check(split, store)
                 return None
-        kind, _, name = split.partition("/")
-        if name and is_store(Path(self.directory) / kind):
+        role, name = SplitName.parse(split)
+        if name and is_store(Path(self.directory) / role):
             raise StoreError(
-                f"store_dir: {self.directory / kind} is the store of a single {kind}_dataset, so"
+                f"store_dir: {self.directory / role} is the store of a single {role}_dataset, so"
                 " the stores of several can't be written there: choose another store_dir, or delete"
                 " this store"
             )
@@ -198,31 +214,30 @@ class SplitStores:
                 options.num_workers,
                 options.fingerprint_of(split),
                 options.declared,
-                self.progress,
+                self.show_progress,
                 "store_dir",
             )
 
-    def grows(self, split: str, task: BuildRequest) -> bool:
-        """Return whether a store is to be built while training reads its rows."""
-        if self.options.build == "first" or is_store(task.directory.path):
+    def _is_built_while_training(self, split: str, spec: BuildRequest) -> bool:
+        if self.options.build == "first" or is_store(spec.directory.path):
             return False
-        if task.is_stream:
+        if spec.is_stream:
             raise ValueError(
-                f"{name_argument(split)}, {with_article(type(task.dataset).__name__)}, with"
+                f"{name_argument(split)}, {with_article(type(spec.dataset).__name__)}, with"
                 " build='while_training': a stream can't be read in the order of training: use"
                 " build='first', or a map-style dataset"
             )
         return True
 
-    def build(self, builds: Mapping[str, BuildRequest]) -> None:
+    def build(self, specs: Mapping[str, BuildRequest]) -> None:
         """Build the stores of some splits, or recognize stores that exist."""
-        for split, task in builds.items():
+        for split, spec in specs.items():
             with split_in_errors(split):
                 # Before any row is read, because datasets that cache rows may be shared.
-                _ = task.fingerprint or task.identity
-        for split, task in builds.items():
+                _ = spec.fingerprint or spec.identity
+        for split, spec in specs.items():
             with split_in_errors(split):
-                store = build(task, overwrite=self.options.overwrite)
+                store = build(spec, overwrite=self.options.overwrite)
             self.known_stores[split] = self._origin(split, store)
 
     def open(self, splits: Iterable[str]) -> dict[str, Store]:
@@ -251,7 +266,7 @@ class SplitStores:
             return None
         if parts == [split]:
             return stores[split]
-        named = {part.partition("/")[2]: stores[part] for part in parts}
+        named = {SplitName.parse(part).name: stores[part] for part in parts}
         return JoinedStore(Path(str(self.path(split))), named)
 
     def _open(self, split: str) -> Store | None:
@@ -265,7 +280,7 @@ class SplitStores:
             return growing
         try:
             store = (
-                RemoteStore(path, in_background=meanwhile, progress=self.progress)
+                RemoteStore(path, in_background=meanwhile, progress=self.show_progress)
                 if isinstance(path, StoreUrl)
                 else open_store(path)
             )

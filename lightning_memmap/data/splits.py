@@ -1,13 +1,13 @@
 """The splits of a data module: training rows, and one or several datasets to evaluate on.
 
 If several datasets are passed to validate, test or predict on, each is a split whose name has two
-parts, such as ``val/clean``.
+parts, such as ``val/clean``: its role and its own name.
 """
 
 import re
 from collections.abc import Mapping
 from reprlib import repr as short_repr
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -16,9 +16,10 @@ from lightning_memmap.store.sources.column_dataset import explain_non_dataset, i
 from lightning_memmap.store.sources.stream import is_stream
 from lightning_memmap.tensordict_types import tensordict_types
 
-SPLITS = ("train", "val", "test", "predict")
-#: The splits of each stage of a Trainer.
-SPLITS_OF_STAGE = {
+#: What the rows of a split are for.
+ROLES = ("train", "val", "test", "predict")
+#: The roles of the splits in each stage of a Trainer.
+ROLES_OF_STAGE = {
     "fit": ("train", "val"),
     "validate": ("val",),
     "test": ("test",),
@@ -27,16 +28,29 @@ SPLITS_OF_STAGE = {
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
-def name_datasets(kind: str, datasets: Any) -> dict[str, Any]:
+class SplitName(NamedTuple):
+    """The two parts of a split's name, such as ``val/clean``."""
+
+    role: str
+    name: str  # Of one of several datasets; empty if there is only one.
+
+    @classmethod
+    def parse(cls, split: object) -> "SplitName":
+        """Divide the name of a split."""
+        role, _, name = str(split).partition("/")
+        return cls(role, name)
+
+
+def name_datasets(role: str, datasets: Any) -> dict[str, Any]:
     """Return the datasets of one argument by split: one, or one for each entry of a list or dict.
 
     Args:
-        kind: One of `SPLITS`.
-        datasets: The argument ``{kind}_dataset``.
+        role: One of `ROLES`.
+        datasets: The argument ``{role}_dataset``.
     """
     if not has_several(datasets):
-        return {kind: datasets}
-    return {f"{kind}/{name}": dataset for name, dataset in _entries(datasets).items()}
+        return {role: datasets}
+    return {f"{role}/{name}": dataset for name, dataset in _entries(datasets).items()}
 
 
 def has_several(datasets: Any) -> bool:
@@ -48,22 +62,22 @@ def has_several(datasets: Any) -> bool:
     return is_by_name or all(entry is None for entry in entries)
 
 
-def check_datasets(kind: str, datasets: Any) -> None:
+def check_datasets(role: str, datasets: Any) -> None:
     """Check the value of one of the dataset arguments."""
-    if kind == "train" and is_dict_of_splits(datasets):
+    if role == "train" and is_dict_of_splits(datasets):
         raise TypeError(f"train_dataset: {explain_non_dataset(datasets)}")
     entries = _entries(datasets)
     if (isinstance(datasets, (list, tuple)) or _is_by_name(datasets)) and not datasets:
-        raise ValueError(f"{kind}_dataset={datasets!r}: is empty: pass a dataset or None")
+        raise ValueError(f"{role}_dataset={datasets!r}: is empty: pass a dataset or None")
     first = _entries(next(iter(entries.values()), None))
     if any(isinstance(entry, Dataset) for entry in first.values()):
         raise TypeError(
-            f"{kind}_dataset={short_repr(datasets)}: a list or dict of lists or dicts of datasets:"
+            f"{role}_dataset={short_repr(datasets)}: a list or dict of lists or dicts of datasets:"
             " pass all datasets in one list, or in one dict by name"
         )
     if not has_several(datasets):
         entries = {}
-    if entries and kind == "train" and not isinstance(datasets, Mapping):
+    if entries and role == "train" and not isinstance(datasets, Mapping):
         raise TypeError(
             f"train_dataset: a list of {len(entries)} {type(entries[0]).__name__}, which look like"
             " datasets, and training needs one: concatenate them with"
@@ -74,17 +88,17 @@ def check_datasets(kind: str, datasets: Any) -> None:
     seen: dict[str, Any] = {}
     for name, dataset in entries.items():
         if not (dataset is None or _is_dataset(dataset) or _is_list_of_samples(dataset)):
-            raise _not_a_dataset(f"{kind}_dataset[{name!r}]", dataset)
-        check_store_name(f"{kind}_dataset", name)
+            raise _not_a_dataset(f"{role}_dataset[{name!r}]", dataset)
+        check_store_name(f"{role}_dataset", name)
         other = seen.setdefault(str(name).casefold(), name)
         if other is not name:
             raise ValueError(
-                f"{kind}_dataset[{name!r}] and [{other!r}]: names that differ only in case would"
+                f"{role}_dataset[{name!r}] and [{other!r}]: names that differ only in case would"
                 " share a store on some file systems: rename one of them"
             )
     is_one = hasattr(datasets, "__getitem__") and not isinstance(datasets, (str, type, np.generic))
     if datasets is not None and not is_one and not is_stream(datasets):
-        raise _not_a_dataset(f"{kind}_dataset", datasets)
+        raise _not_a_dataset(f"{role}_dataset", datasets)
 
 
 def check_store_name(argument: str, name: object) -> None:
@@ -99,10 +113,10 @@ def check_store_name(argument: str, name: object) -> None:
 
 def name_argument(split: str) -> str:
     """Return the argument that a split's dataset is passed as, for messages."""
-    kind, _, name = split.partition("/")
+    role, name = SplitName.parse(split)
     if not name:
-        return f"{kind}_dataset"
-    return f"{kind}_dataset[{name if name.isdecimal() else repr(name)}]"
+        return f"{role}_dataset"
+    return f"{role}_dataset[{name if name.isdecimal() else repr(name)}]"
 
 
 def _entries(value: Any) -> dict[Any, Any]:

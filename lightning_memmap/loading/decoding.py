@@ -146,6 +146,13 @@ class Images:
     num_threads: int
     _queues: "weakref.WeakSet[Ahead[_Step]]" = field(default_factory=weakref.WeakSet)
 
+    @classmethod
+    def of(cls, decoders: Mapping[int, ImageDecoder], num_local_processes: int) -> "Images":
+        """Decode images in the threads that one of the fields needs most."""
+        default = default_threads(num_local_processes)
+        counts = [decoder.form.num_threads for decoder in decoders.values()]
+        return cls(decoders, max(default if count is None else count for count in counts))
+
     @property
     def row_bytes(self) -> int:
         """Bytes of the decoded images of one row."""

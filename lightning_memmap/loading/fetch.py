@@ -11,7 +11,7 @@ a group::
     receiver      0 1 0 1     0 1 0      position % 2
 
 So the source 0 is requested rows 0, 1 for step 0 and rows 4, 5 for step 1, one for each receiver;
-the source 1 rows 2, 3 and then row 6, for receiver 0. `in_order` merges what a receiver gets.
+the source 1 rows 2, 3 and then row 6, for receiver 0. `merge_in_order` merges what a receiver gets.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,8 @@ from torch import Tensor
 from lightning_memmap.integers import Integers, bounds_of, group_of
 from lightning_memmap.loading.buffers import memory_for
 from lightning_memmap.loading.device_streams import send
-from lightning_memmap.loading.row_source import Fetched, Leaf, Steps, Take, in_order
+from lightning_memmap.loading.nested import rows_of_device
+from lightning_memmap.loading.row_source import Fetched, FieldRows, Steps, Take, merge_in_order
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling.sampler import Sampler
@@ -94,36 +95,36 @@ class Fetcher:
             takes: By source, the function that copies its rows.
             steps: The steps.
         """
-        max_rows = steps.lengths[0]
+        max_rows = steps.local_sizes[0]
         images = self._rows.images
         row_bytes = self._rows.row_bytes + (0 if images is None else images.row_bytes)
         group_steps = max(1, _FETCH_BYTES // max(1, max_rows * row_bytes))
-        group_steps = min(group_steps, _FETCH_STEPS, len(steps.lengths))
+        group_steps = min(group_steps, _FETCH_STEPS, len(steps.local_sizes))
         pending = self._rows.pending
         dataset_rows = np.zeros(0, np.int64)
         if pending is not None and pending.progress == 1.0:
             pending = None
-        if self._rows.are_numbered or pending is not None:
+        if self._rows.with_row_numbers or pending is not None:
             dataset_rows = self._sampler.row_numbers(steps.epoch, steps.positions)
         if pending is not None:
             pending.request(dataset_rows[dataset_rows >= 0])
             # One step at a time: it must not wait for the rows of later ones.
             group_steps = 1
-        bounds = bounds_of(steps.lengths)
+        bounds = bounds_of(steps.local_sizes)
         bounds = np.append(bounds[:-1:group_steps], bounds[-1])
         count = len(self._receivers)
-        first = steps.positions.start // steps.positions.step % count
-        sources = range(len(takes))
-        requests = zip(
-            *(self._requests(source, steps, first, bounds) for source in sources), strict=True
-        )
+        first_receiver = steps.positions.start // steps.positions.step % count
+        by_source = [
+            self._requests(source, steps, first_receiver, bounds) for source in range(len(takes))
+        ]
+        requests = zip(*by_source, strict=True)
         for group, (start, stop) in enumerate(pairwise(bounds.tolist())):
             here = slice(group * group_steps, (group + 1) * group_steps)
             group_of_steps = Steps(
                 steps.epoch,
                 steps.first_step + here.start,
                 steps.positions[start:stop],
-                steps.lengths[here],
+                steps.local_sizes[here],
                 steps.weights[here],
             )
             if pending is not None and not self._rows.is_released:
@@ -132,67 +133,73 @@ class Fetcher:
             # Ordinary tensors in inference mode too: it may end before the last step.
             with torch.inference_mode(False):
                 leaves = self._take(takes, next(requests))
-                fetched = Fetched(group_of_steps, (first + start) % count, leaves, self._receivers)
-                if self._rows.are_numbered:
-                    fetched.number(torch.from_numpy(dataset_rows[start:stop]))
+                receiver = (first_receiver + start) % count
+                fetched = Fetched(group_of_steps, receiver, leaves, self._receivers)
+                if self._rows.with_row_numbers:
+                    fetched.append_rows(torch.from_numpy(dataset_rows[start:stop]))
             # Not referenced while the next group is fetched, so that its memory can be reused.
             del leaves
             yield fetched
             del fetched
 
     def _requests(
-        self, source: int, steps: Steps, first: int, bounds: Integers
+        self, source: int, steps: Steps, first_receiver: int, bounds: Integers
     ) -> Iterator[_Request]:
-        """Yield the request to a source for each group of steps, which end at these bounds."""
+        """Yield the request to a source for each group of steps.
+
+        Args:
+            source: The index of the source.
+            steps: The steps.
+            first_receiver: The receiver of the first row.
+            bounds: The rows at which groups start and stop, of shape (groups + 1,).
+        """
         row_source = self._rows.sources[source]
         receivers = self._receivers_of[source]
         count = len(self._receivers)
-        # The rows of its only receiver, or all rows.
-        start = 0
-        step = 1
-        if len(receivers) == 1:
-            start = (receivers[0] - first) % count
-            step = count
-        positions = steps.positions[start::step]
+        is_single = len(receivers) == 1
+        chosen = rows_of_device(receivers[0], first_receiver, count) if is_single else slice(None)
+        positions = steps.positions[chosen]
         slots = row_source.locate(self._sampler, steps.epoch, positions)
-        rows = np.arange(start, len(steps.positions), step)
+        rows = np.arange(*chosen.indices(len(steps.positions)))
         if len(self._rows.sources) > 1:
             shards = np.array(positions) % self._rows.pool.num_shards
             is_here = self._rows.source_of_shard[shards] == source
             rows = rows[is_here]
             slots = slots[is_here]
-        # Rows of each group, of shape (groups, 1), and below (groups, receivers).
-        sizes = np.diff(rows.searchsorted(bounds))[:, None]
-        if len(receivers) > 1:
-            keys = group_of(sizes[:, 0]) * count + (first + rows) % count
-            order = np.argsort(keys.astype(np.min_scalar_type(len(bounds) * count)), kind="stable")
-            rows = rows[order]
-            slots = slots[order]
-            sizes = np.bincount(keys, minlength=len(sizes) * count).reshape(-1, count)
-            sizes = sizes[:, receivers]
+        group_sizes = np.diff(rows.searchsorted(bounds))
+        # Rows of each group and receiver, of shape (groups, receivers).
+        sizes = group_sizes[:, None]
+        if not is_single:
+            keys = group_of(group_sizes) * count + (first_receiver + rows) % count
+            dtype = np.min_scalar_type(len(bounds) * count)
+            permutation = np.argsort(keys.astype(dtype), kind="stable")
+            rows = rows[permutation]
+            slots = slots[permutation]
+            counts = np.bincount(keys, minlength=len(group_sizes) * count)
+            sizes = counts.reshape(-1, count)[:, receivers]
         all_slots = torch.from_numpy(slots)
         if not self._are_variable:
             all_slots = send(all_slots, row_source.device)
-        stops = bounds_of(sizes.sum(axis=1)).tolist()
+        group_bounds = bounds_of(group_sizes).tolist()
         # A generator, so that the first step doesn't wait until all are divided.
-        for (begin, stop), group_sizes in zip(pairwise(stops), sizes.tolist(), strict=True):
-            yield all_slots[begin:stop], rows[begin:stop], group_sizes
+        for (start, stop), sizes_here in zip(pairwise(group_bounds), sizes.tolist(), strict=True):
+            yield all_slots[start:stop], rows[start:stop], sizes_here
 
-    def _take(self, takes: list[Take], requests: Sequence[_Request]) -> list[list[Leaf]]:
+    def _take(self, takes: list[Take], requests: Sequence[_Request]) -> list[list[FieldRows]]:
         """Copy the rows of a group of steps, and send them to their receivers."""
-        fetched: list[list[tuple[Integers, list[Leaf]]]] = [[] for _ in self._receivers]
+        fetched: list[list[tuple[Integers, list[FieldRows]]]] = [[] for _ in self._receivers]
         of_source = zip(takes, self._memory, self._receivers_of, requests, strict=True)
         for take, memory, receivers, (slots, rows, sizes) in of_source:
             leaves = take(slots, None if memory is None else memory(len(slots)))
             split = [leaf.split_with_sizes(sizes) if len(sizes) > 1 else [leaf] for leaf in leaves]
-            first = 0
+            start = 0
             for index, (receiver, size) in enumerate(zip(receivers, sizes, strict=True)):
                 device = self._receivers[receiver]
                 sent = [_send(leaf[index], device) for leaf in split]
-                fetched[receiver].append((rows[first : first + size], sent))
-                first += size
-        return [in_order(*pair) for pair in zip(fetched, self._receivers, strict=True)]
+                fetched[receiver].append((rows[start : start + size], sent))
+                start += size
+        return [merge_in_order(*pair) for pair in zip(fetched, self._receivers, strict=True)]
 
 
-def _send(leaf: Leaf, device: torch.device) -> Leaf:
+def _send(leaf: FieldRows, device: torch.device) -> FieldRows:
     return send(leaf, device) if isinstance(leaf, Tensor) else leaf.to(device)

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_memmap._compat.loops import BatchIndices
 from lightning_memmap._compat.progress import FitPosition, TrainerProgress
@@ -62,7 +63,7 @@ class SuperBatchLoader:
         transform: The batch transform.
         drop_last: Whether to drop an incomplete last step.
         seed: Seed of random transforms.
-        progress: Counts the steps that a Trainer has trained on; None without a Trainer.
+        trainer_progress: Counts the steps that a Trainer has trained on; None without a Trainer.
         skip_steps: Half-open ranges of steps to skip, counted over all epochs.
         skipped: The steps that the run has skipped so far.
         prefetch: Steps to prefetch; by default 2 for a device with streams.
@@ -87,7 +88,7 @@ class SuperBatchLoader:
         transform: BatchTransform | None = None,
         drop_last: bool = False,
         seed: int = 0,
-        progress: TrainerProgress | None = None,
+        trainer_progress: TrainerProgress | None = None,
         skip_steps: tuple[tuple[int, int], ...] = (),
         skipped: SkippedSteps | None = None,
         prefetch: int | None = None,
@@ -111,8 +112,9 @@ class SuperBatchLoader:
         self.delivered = DeliveredSteps()
         self._count_items = count_items
         self._epoch = 0
-        start = self._state_at_start()
-        self._progress = LoaderProgress(start, progress, self.delivered, count_in_batch)
+        self._progress = LoaderProgress(
+            self._state_at_start(), trainer_progress, self.delivered, count_in_batch
+        )
         self._renew_rows = renew_rows
         self._skip_steps = skip_steps
         self._skipped_before = skipped or SkippedSteps()
@@ -129,8 +131,7 @@ class SuperBatchLoader:
                 " drop_last=False"
             )
         self._update_skipped()
-        # It checks that every data device has a row in each step.
-        self._start()
+        self._checked_schedule(self._resumed_state())
 
     def _make_fetcher(self) -> Fetcher:
         fetch_on = self._collator.fetch_on(self.device)
@@ -143,7 +144,7 @@ class SuperBatchLoader:
     @property
     def global_batch(self) -> int:
         """Rows of a step over all processes, ``G``."""
-        return self.batch_size * self._topology.num_data_devices
+        return self.batch_size * self._topology.num_global_data_devices
 
     @property
     def batch_sampler(self) -> Any:
@@ -160,28 +161,35 @@ class SuperBatchLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loader, which is the same on every rank."""
-        return self.position()[0].as_dict()
+        return self.trained_state()[0].as_dict()
 
-    def position(self) -> tuple[LoaderState, FitPosition | None]:
+    def trained_state(self) -> tuple[LoaderState, FitPosition | None]:
         """Return the state after the last step that the weights were trained on.
 
         Returns:
             The state, and the counters of the Trainer. The counters are None before the first step
             of an epoch and without a Trainer.
         """
-        return self._progress.position(self._state_after)
+        return self._progress.trained_state(self._state_after)
 
-    def _state_after(self, start: LoaderState, num_steps: int) -> LoaderState:
-        start = msgspec.structs.replace(start, skipped=self.skipped)
-        if num_steps <= start.steps:
-            return start
-        schedule = self._schedule(start.position, start.epoch)
-        _, position = schedule.bounds(num_steps - start.steps - 1)
-        return msgspec.structs.replace(start, position=position, steps=num_steps)
+    def _state_after(self, start_state: LoaderState, num_steps: int) -> LoaderState:
+        state = msgspec.structs.replace(
+            start_state, skipped=self.skipped, global_batch=self.global_batch
+        )
+        if num_steps <= state.steps:
+            return state
+        _, position = self._checked_schedule(state).bounds(num_steps - state.steps - 1)
+        return msgspec.structs.replace(state, position=position, steps=num_steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a saved state, if the next iteration is of the same epoch."""
         loaded = LoaderState.read(state)
+        if loaded.global_batch not in (None, self.global_batch):
+            rank_zero_info(
+                f"the checkpoint was saved with {loaded.global_batch} rows in a step, and this"
+                f" loader has {self.global_batch} (batch_size times data devices): other rows form"
+                " a step, and each row still comes once per epoch"
+            )
         self._progress.load(loaded)
         # Skips recorded for a different number of rows do not apply.
         is_same = loaded.num_positions == self.order.num_positions
@@ -192,7 +200,7 @@ class SuperBatchLoader:
     def batch_sizes(self) -> range:
         """A range as long as the largest batch size that ``BatchSizeFinder`` needs to try."""
         num_rows = self.order.num_positions
-        num_devices = self._topology.num_data_devices
+        num_devices = self._topology.num_global_data_devices
         if self.drop_last:
             return range(num_rows // (2 * num_devices) + 1)
         return range(ceil_div(num_rows, num_devices))
@@ -215,7 +223,7 @@ class SuperBatchLoader:
         loader._fetcher = loader._make_fetcher()
         return loader
 
-    def placed(self, topology: DataTopology) -> "SuperBatchLoader":
+    def on_device_of(self, topology: DataTopology) -> "SuperBatchLoader":
         """Return a loader with batches on the device that a topology wants them on."""
         device = self._collator.assemble_on(topology)
         prefetch = self.prefetch_on(topology.data_devices[0] if device is None else device)
@@ -230,16 +238,16 @@ class SuperBatchLoader:
 
     def of_process(self, rank: int, size: int) -> "SuperBatchLoader":
         """Return a copy that serves the rows of one of several processes."""
-        topology = replace(self._topology, rank=rank, size=size)
-        count = topology.num_data_devices
+        topology = replace(self._topology, rank=rank, data_parallel_size=size)
+        num_devices = topology.num_global_data_devices
         order = self.order
-        if order.num_shards % count:
+        if order.num_shards % num_devices:
             raise ValueError(
                 f"{size} processes for a store in {order.num_shards} shards: without a Trainer,"
                 " the processes must divide the shards: build the store with another num_shards"
             )
         global_batch = order.pool.global_batch
-        if global_batch not in (None, self.batch_size * count):
+        if global_batch not in (None, self.batch_size * num_devices):
             raise ValueError(
                 f"{size} processes for batches of {global_batch} rows of one training set"
                 " (by_batch=True): use a Trainer, whose processes the data module knows, or"
@@ -280,36 +288,38 @@ class SuperBatchLoader:
             epoch=self._epoch,
         )
 
-    def _start(self) -> LoaderState:
+    def _resumed_state(self) -> LoaderState:
         """Return the state in which the epoch begins: at its first row, or a loaded state."""
-        start = self._state_at_start()
-        if (loaded := self._progress.loaded_in(self._epoch)) is not None:
-            self._check_order(loaded, start)
-            start = loaded
-        stretches = self._schedule(start.position, start.epoch).stretches
+        state = self._state_at_start()
+        if (loaded := self._progress.loaded_in(self._epoch)) is None:
+            return state
+        saved = {"seed": loaded.seed, **loaded.sampler}
+        self._check_order(saved, {"seed": state.seed, **state.sampler})
+        return loaded
+
+    def _checked_schedule(self, state: LoaderState) -> BatchSchedule:
+        """Return the steps from a state on, if every data device has a row in each of them."""
+        schedule = self._schedule(state.epoch, state.position)
+        stretches = schedule.stretches
         num_rows = min((steps.position(len(steps)) - steps.start for steps in stretches), default=0)
-        num_devices = self._topology.num_data_devices
+        num_devices = self._topology.num_global_data_devices
         if 0 < num_rows < num_devices:
             raise ValueError(
                 f"{num_rows} rows remain in the epoch for {num_devices} data devices, so some would"
                 f" have no row: use at most {num_rows} data devices, a sampler of more rows, or"
                 " another checkpoint"
             )
-        return start
+        return schedule
 
-    def _with_results(self, start: LoaderState) -> LoaderState:
+    def _with_results(self, state: LoaderState) -> LoaderState:
         """Record which results the order of the epoch depends on, or check the recorded ones."""
-        results = self.order.results_in(start.epoch)
-        if start.results is not None and start.position:
-            now = msgspec.structs.replace(start, sampler={**start.sampler, "results": results})
-            saved = {**start.sampler, "results": start.results}
-            self._check_order(msgspec.structs.replace(start, sampler=saved), now)
-        return msgspec.structs.replace(start, results=results or None)
+        results = self.order.results_in(state.epoch)
+        if state.results is not None and state.position:
+            self._check_order({"results": state.results}, {"results": results})
+        return msgspec.structs.replace(state, results=results or None)
 
-    def _check_order(self, saved: LoaderState, now: LoaderState) -> None:
-        difference = difference_of({"seed": saved.seed}, {"seed": now.seed})
-        difference = difference or difference_of(saved.sampler, now.sampler)
-        if difference is not None:
+    def _check_order(self, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        if (difference := difference_of(saved, now)) is not None:
             name, old, new, remedy = difference
             raise ValueError(
                 f"the checkpoint was saved inside an epoch with {name}={old}, and this loader has"
@@ -319,8 +329,8 @@ class SuperBatchLoader:
 
     def __len__(self) -> int:
         """Return the steps of the epoch, including those before a resume."""
-        start = self._start()
-        return start.steps + len(self._schedule(start.position, start.epoch))
+        state = self._resumed_state()
+        return state.steps + len(self._checked_schedule(state))
 
     @property
     def num_steps(self) -> int:
@@ -329,7 +339,7 @@ class SuperBatchLoader:
 
     def num_steps_of(self, epoch: int, position: int = 0) -> int:
         """Return the steps of an epoch from a position on."""
-        return len(self._schedule(position, epoch))
+        return len(self._schedule(epoch, position))
 
     def __iter__(self) -> Iterator[Any]:
         # Lazy up to the first next(): Lightning calls iter() before it sets the epoch and loads the
@@ -341,7 +351,7 @@ class SuperBatchLoader:
 
     def _delivered_steps(self) -> Iterator[Any]:
         device = self.device
-        assemble = self._collator.assemble
+        assemble = self._collator.assemble_and_transform
         deliver = self._progress.deliver
         for super_batch in self._steps():
             item = super_batch if device is None else assemble(super_batch, device)
@@ -357,7 +367,8 @@ class SuperBatchLoader:
 
     def positions(self, start: int, stop: int) -> range:
         """Return the positions in ``[start, stop)`` that this process serves."""
-        return strided(start, stop, self._topology.rank, self._topology.size)
+        topology = self._topology
+        return strided(start, stop, topology.rank, topology.data_parallel_size)
 
     @property
     def largest_step(self) -> int:
@@ -367,15 +378,15 @@ class SuperBatchLoader:
         return max(len(self.step_positions(step)) for step in steps)
 
     @property
-    def start(self) -> LoaderState:
+    def start_state(self) -> LoaderState:
         """The state in which the current epoch began, or was resumed."""
-        return self._progress.start
+        return self._progress.start_state
 
     def local_positions(self, steps: Iterable[int]) -> list[range]:
         """Return the positions that this process serves in steps of the current epoch."""
-        schedule = self._schedule(self.start.position, self.start.epoch)
-        first = self.start.steps
-        return [self.positions(*schedule.bounds(step - first)) for step in steps]
+        state = self.start_state
+        schedule = self._checked_schedule(state)
+        return [self.positions(*schedule.bounds(step - state.steps)) for step in steps]
 
     @property
     def _whole_epoch(self) -> BatchSchedule:
@@ -384,9 +395,9 @@ class SuperBatchLoader:
             order.num_positions, self.global_batch, order.num_shards, self.drop_last
         )
 
-    def _schedule(self, start: int, epoch: int) -> BatchSchedule:
+    def _schedule(self, epoch: int, position: int) -> BatchSchedule:
         skipped = self.skipped.of_epoch(epoch, self.order.num_positions)
-        return replace(self._whole_epoch, start=start, skipped=skipped)
+        return replace(self._whole_epoch, start=position, skipped=skipped)
 
     def _steps(self) -> Iterator[SuperBatch]:
         """Yield the steps of the epoch, none of which counts as delivered yet."""
@@ -395,20 +406,20 @@ class SuperBatchLoader:
             self._serve(rows)
         if self._rows.is_released:
             raise released_error()
-        start = self._start()
-        start = self._with_results(start)
-        schedule = self._schedule(start.position, start.epoch)
+        state = self._resumed_state()
+        schedule = self._checked_schedule(state)
+        state = self._with_results(state)
         # It must not refer to the loader, which refers to its progress.
-        self._progress.begin(start, partial(_count_in_steps, self._count_items, schedule, start))
+        self._progress.begin(state, partial(_count_in_steps, self._count_items, schedule, state))
         with closing(ExitStack()) as stack:
             # close() does not receive the error that ends this generator. In Python 3.10, a context
             # manager keeps the error, and so this frame and the rows, until the next collection.
             takes = [
-                stack.enter_context(source.epoch(self.order, start.epoch, start.position))
+                stack.enter_context(source.epoch(self.order, state.epoch, state.position))
                 for source in self._rows.sources
             ]
             fetched: Iterator[Fetched] = chain.from_iterable(
-                self._fetcher.fetch(takes, steps) for steps in self._located_steps(start)
+                self._fetcher.fetch(takes, steps) for steps in self._step_groups(state, schedule)
             )
             if self._rows.images is not None:
                 decoded = self._rows.images.decoded(fetched, self.order, self.seed)
@@ -420,74 +431,82 @@ class SuperBatchLoader:
         collator = self._collator
         steps = fetched.steps
         devices = fetched.devices
-        first = fetched.first
+        first_device = fetched.first_receiver
         random = None
         if collator.takes_random:
             random = RowRandom.at(self.order, steps.epoch, steps.positions, self.seed)
-        start = 0
+        row = 0
         seeds = None
         rank = self._topology.rank
-        num_processes = self._topology.size
+        num_processes = self._topology.data_parallel_size
         # The rows of a step are freed with its super-batch.
         leaves_of_steps = fetched.by_step()
-        pairs = zip(steps.lengths, steps.weights, strict=True)
+        pairs = zip(steps.local_sizes, steps.weights, strict=True)
         for step, (num_rows, weight) in enumerate(pairs, steps.first_step):
-            stop = start + num_rows
             if collator.has_transform:
-                rows_random = random and random.restarted(rows=slice(start, stop))
+                rows_random = random and random.restarted(rows=slice(row, row + num_rows))
                 seeds = StepSeeds(self.seed, steps.epoch, step, rank, num_processes, rows_random)
-            batches = collator.collate(leaves_of_steps.pop(), devices, first, seeds)
-            super_batch = SuperBatch(devices, num_rows, weight, first, collator, batches, seeds)
+            batches = collator.collate_and_transform(
+                leaves_of_steps.pop(), devices, first_device, seeds
+            )
+            super_batch = SuperBatch(
+                devices, num_rows, weight, first_device, collator, batches, seeds
+            )
             del batches
-            start = stop
-            first = (first + num_rows) % len(devices)
+            row += num_rows
+            first_device = (first_device + num_rows) % len(devices)
             yield super_batch
             del super_batch
 
-    def _located_steps(self, start: LoaderState) -> Iterator[Steps]:
+    def _step_groups(self, state: LoaderState, schedule: BatchSchedule) -> Iterator[Steps]:
         """Yield the steps of an epoch in groups that are located together."""
-        number = start.steps
+        first_step = state.steps
         max_steps = min(max(1, _LOCATED_POSITIONS // self.global_batch), _LOCATED_STEPS)
-        for stretch in self._schedule(start.position, start.epoch).stretches:
+        for stretch in schedule.stretches:
             for step in range(0, max(1, stretch.num_full), max_steps):
                 stop = min(step + max_steps, stretch.num_full)
-                sizes = [self.global_batch] * (stop - step)
+                global_sizes = [self.global_batch] * (stop - step)
                 if stop == stretch.num_full:
-                    sizes += stretch.tail
-                first = stretch.position(step)
-                stops = np.cumsum(sizes)
-                # The positions that this process serves before each step.
-                bounds = first + bounds_of(sizes)
-                served = num_strided(bounds, self._topology.rank, self._topology.size)
-                positions = self.positions(first, first + sum(sizes))
-                lengths = np.diff(served).tolist()
-                if self._count_items is None:
-                    weights = row_weights(lengths, sizes)
-                else:
-                    items = self._count_items(start.epoch, range(first, first + sum(sizes)))
-                    offset = positions.start - first
-                    weights = item_weights(items, stops, offset, self._topology.size)
-                yield Steps(start.epoch, number, positions, lengths, weights)
-                number += len(sizes)
+                    global_sizes += stretch.tail
+                start = stretch.position(step)
+                yield self._steps_at(state.epoch, first_step, start, global_sizes)
+                first_step += len(global_sizes)
+
+    def _steps_at(self, epoch: int, first_step: int, start: int, global_sizes: list[int]) -> Steps:
+        """Return consecutive steps of these sizes from a position on, with their weights."""
+        topology = self._topology
+        bounds = start + bounds_of(global_sizes)
+        stop = int(bounds[-1])
+        positions = self.positions(start, stop)
+        local_stops = num_strided(bounds, topology.rank, topology.data_parallel_size)
+        local_sizes = np.diff(local_stops).tolist()
+        if self._count_items is None:
+            weights = row_weights(local_sizes, global_sizes)
+        else:
+            items = self._count_items(epoch, range(start, stop))
+            stops = bounds[1:] - start
+            offset = positions.start - start
+            weights = item_weights(items, stops, offset, topology.data_parallel_size)
+        return Steps(epoch, first_step, positions, local_sizes, weights)
 
 
 def _count_in_steps(
-    count_items: CountItems | None, schedule: BatchSchedule, start: LoaderState, steps: range
+    count_items: CountItems | None, schedule: BatchSchedule, state: LoaderState, steps: range
 ) -> float:
     """Count the items in steps of an epoch that begins in a state, without those before or after.
 
     Args:
         count_items: Counts the items at positions; None if every position is one.
         schedule: The steps from the state on.
-        start: The state.
-        steps: The numbers of steps in the epoch.
+        state: The state.
+        steps: The indices of steps in the epoch.
     """
-    first = max(0, steps.start - start.steps)
-    stop = min(steps.stop - start.steps, len(schedule))
-    positions = [range(*schedule.bounds(step)) for step in range(first, stop)]
+    start = max(0, steps.start - state.steps)
+    stop = min(steps.stop - state.steps, len(schedule))
+    positions = [range(*schedule.bounds(step)) for step in range(start, stop)]
     if count_items is None:
         return sum(map(len, positions))
-    return sum(float(np.sum(count_items(start.epoch, here))) for here in positions)
+    return sum(float(np.sum(count_items(state.epoch, here))) for here in positions)
 
 
 class RowsByStep:

@@ -35,7 +35,7 @@ from typing_extensions import override
 from lightning_memmap.integers import Integers, starts_of
 from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.device_streams import send, upload
-from lightning_memmap.loading.row_source import Cut, Leaf, RowSource, Take, released_error
+from lightning_memmap.loading.row_source import Cut, FieldRows, RowSource, Take, released_error
 from lightning_memmap.loading.variable_rows import Allocate, VariableRows, largest
 from lightning_memmap.sampling.pool import Pool, window_spans
 from lightning_memmap.sampling.rows import WindowedRows
@@ -57,8 +57,8 @@ from lightning_memmap.store.series import find_series_rows, read_series, view_st
 TABLE_ROWS = 2**24
 #: Rows that are looked up at once.
 _LOOKUP_ROWS = 2**18
-#: Bytes of short, scattered items that are packed before they are copied.
-_PACK_BYTES = 64 * 2**20
+#: Bytes of short, scattered items that are concatenated before they are copied.
+_CHUNK_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,18 +112,18 @@ class SlotMap:
 
 
 @dataclass(frozen=True, eq=False)
-class Ragged:
+class VariableColumn:
     """A field whose rows differ in length."""
 
     field: Field
     #: Returns a tensor with the items of the rows in some slots, and the range of each row in it.
-    among: Callable[[Integers], tuple[Tensor, Located]]
+    items_and_ranges: Callable[[Integers], tuple[Tensor, Located]]
     #: Allocates a copy of the rows, if the memory of the items is about to be reused.
     allocate: Allocate | None = None
 
     def take(self, slots: Integers, cut: Cut | None) -> VariableRows:
         """Return the rows in some slots, or pieces of them."""
-        items, (starts, sizes) = self.among(slots)
+        items, (starts, sizes) = self.items_and_ranges(slots)
         if cut is not None and not self.field.is_text:
             starts = starts + cut.starts
             sizes = cut.lengths[:, None]
@@ -138,31 +138,33 @@ ToIndex: TypeAlias = Callable[[Tensor], Tensor]
 class Columns:
     """All fields of some rows, in the memory of one device; text is on the CPU.
 
-    A field is a tensor with one row per index, a view of all windows over its steps, or `Ragged`.
-    If the indices of a field are not the slots, it has a function that maps slots to them.
+    A field is a tensor with one row per index, a view of all windows over its steps, or a
+    `VariableColumn`. If its indices are not the slots, it has a function that maps slots to them.
     """
 
     def __init__(
         self,
-        columns: Sequence[Tensor | Ragged],
+        columns: Sequence[Tensor | VariableColumn],
         device: torch.device,
         to_index: Sequence[ToIndex | None] | None = None,
     ) -> None:
         self.device = device
         self._columns = [*zip(columns, to_index or [None] * len(columns), strict=True)]
 
-    def take(self, slots: Tensor, out: Buffers | None = None, cut: Cut | None = None) -> list[Leaf]:
+    def take(
+        self, slots: Tensor, out: Buffers | None = None, cut: Cut | None = None
+    ) -> list[FieldRows]:
         """Copy the rows in some slots into one batch; see `Take`."""
         buffers = iter(out or [])
-        leaves: list[Leaf] = []
+        leaves: list[FieldRows] = []
         indices: dict[Any, Tensor] = {}
         for column, to_index in self._columns:
-            # Ragged rows are looked up on the CPU, without waiting for the device.
-            is_ragged = isinstance(column, Ragged)
-            if (key := (is_ragged, to_index)) not in indices:
-                local_slots = slots if is_ragged else send(slots, self.device)
+            # VariableColumn rows are looked up on the CPU, without waiting for the device.
+            is_variable = isinstance(column, VariableColumn)
+            if (key := (is_variable, to_index)) not in indices:
+                local_slots = slots if is_variable else send(slots, self.device)
                 indices[key] = local_slots if to_index is None else to_index(local_slots)
-            if isinstance(column, Ragged):
+            if isinstance(column, VariableColumn):
                 leaves.append(column.take(indices[key].numpy(), cut))
             else:
                 leaves.append(select(column, indices[key], next(buffers, None)))
@@ -175,7 +177,7 @@ class SeriesSlots:
 
     Args:
         windows: The windows.
-        begins: The step in memory at which step 0 of each series is, or would be if only later
+        origins: The step in memory at which step 0 of each series is, or would be if only later
             steps are held, int64 of shape (series,).
         starts: The first step in memory of each series, int64 of shape (series,).
         rows: The row of each series in the fields that are not cut, or -1 if it is not held,
@@ -184,7 +186,7 @@ class SeriesSlots:
     """
 
     windows: WindowedRows
-    begins: Integers
+    origins: Integers
     starts: Integers
     rows: Integers
     device: torch.device
@@ -192,12 +194,12 @@ class SeriesSlots:
     @cached_property
     def shifts(self) -> Integers:
         """By series: slot = shift + stride * file row of the window, int64 of shape (series,)."""
-        return self.begins - self.windows.starts * self.windows.stride
+        return self.origins - self.windows.starts * self.windows.stride
 
     @property
     def num_slots(self) -> int:
         """A number above all slots: one past the last step in the files, and one more."""
-        return int((self.begins + self.windows.steps.array).max()) + 1
+        return int((self.origins + self.windows.steps.array).max()) + 1
 
     def slots(self, file_rows: Integers) -> Integers:
         """Return the slots of windows, from their file rows."""
@@ -214,7 +216,7 @@ class SeriesSlots:
         self,
         columns: Sequence[tuple[Field, OpenColumn]],
         steps: Callable[[OpenColumn], Tensor],
-        rows: Callable[[OpenColumn], Tensor | Ragged],
+        rows: Callable[[OpenColumn], Tensor | VariableColumn],
     ) -> Columns:
         """Combine windows over the steps of cut fields with the rows of the other fields."""
         is_cut = [field.name in self.windows.fields for field, _ in columns]
@@ -263,7 +265,9 @@ class Memory(RowSource):
     def epoch(self, sampler: Sampler, epoch: int, position: int) -> AbstractContextManager[Take]:
         return nullcontext(self.take)
 
-    def take(self, slots: Tensor, out: Buffers | None = None, cut: Cut | None = None) -> list[Leaf]:
+    def take(
+        self, slots: Tensor, out: Buffers | None = None, cut: Cut | None = None
+    ) -> list[FieldRows]:
         """Copy rows, in any order, into a batch; see `Take`."""
         if self.columns is None:
             raise released_error()
@@ -280,10 +284,10 @@ def map_in_place(
     return Memory(series.columns(columns, view_steps, column_in_place), slot_map)
 
 
-def column_in_place(column: OpenColumn) -> Tensor | Ragged:
+def column_in_place(column: OpenColumn) -> Tensor | VariableColumn:
     """Return the rows of a mapped column, not copied."""
     if isinstance(column, RaggedRows):
-        return Ragged(column.field, column.among)
+        return VariableColumn(column.field, column.among)
     return column.tensor.as_subclass(Tensor)
 
 
@@ -315,9 +319,9 @@ def map_series(store: Store, pool: Pool) -> SeriesSlots:
     """Find the series of a split in the file mapping of its store."""
     windows = pool.rows
     assert isinstance(windows, WindowedRows)
-    begins = read_series(store, windows.fields, windows.series).begins
+    starts = read_series(store, windows.fields, windows.series).begins
     rows = store.in_memory(find_series_rows(windows.series))
-    return SeriesSlots(windows, begins, begins, rows, torch.device("cpu"))
+    return SeriesSlots(windows, starts, starts, rows, torch.device("cpu"))
 
 
 def copy_windows(
@@ -329,15 +333,16 @@ def copy_windows(
 ) -> Memory:
     """Copy the steps of windows to the host or to a device, shared steps once."""
     windows = mapped.windows
-    firsts, counts = window_spans(pool, shards)
+    first_windows, counts = window_spans(pool, shards)
     held = np.flatnonzero(counts)
+    skipped_steps = first_windows * windows.stride
     lengths = (counts[held] - 1) * windows.stride + windows.length
-    starts = np.zeros_like(mapped.begins)
+    starts = np.zeros_like(mapped.origins)
     starts[held] = starts_of(lengths)
-    rows = np.full_like(mapped.begins, -1)
+    rows = np.full_like(mapped.origins, -1)
     rows[held] = np.arange(len(held))
-    series = SeriesSlots(windows, starts - firsts * windows.stride, starts, rows, device)
-    segments = mapped.begins[held] + firsts[held] * windows.stride, lengths
+    series = SeriesSlots(windows, starts - skipped_steps, starts, rows, device)
+    segments = (mapped.origins + skipped_steps)[held], lengths
     copies = series.columns(
         columns,
         lambda column: _copy_items(view_steps(column), [segments], int(lengths.sum()), device),
@@ -348,7 +353,7 @@ def copy_windows(
 
 def _copy_column(
     column: OpenColumn, slots: Iterable[Integers], num_rows: int, device: torch.device
-) -> Tensor | Ragged:
+) -> Tensor | VariableColumn:
     """Copy rows of a column, chunk by chunk of their slots."""
     if isinstance(column, MappedRows):
         segments = ((chunk, np.ones_like(chunk)) for chunk in slots)
@@ -363,7 +368,9 @@ def _copy_column(
     items = _copy_items(column.items, zip(starts, lengths, strict=True), num_items, device)
     no_rows = np.zeros((0, column.field.num_variable), np.int64)
     index = compute_index(np.concatenate([no_rows, *(chunk.sizes for chunk in located)]))
-    return Ragged(column.field, ItemRows(column.field, column.file_rows, items, index).among)
+    return VariableColumn(
+        column.field, ItemRows(column.field, column.file_rows, items, index).among
+    )
 
 
 def _copy_items(
@@ -375,34 +382,34 @@ def _copy_items(
     """Copy segments of items, by their starts and lengths, and concatenate them."""
     target = torch.empty((num_items, *source.shape[1:]), dtype=source.dtype, device=device)
     if target.nbytes:
-        upload(chain.from_iterable(_pack(source, *chunk) for chunk in segments), target)
+        upload(chain.from_iterable(_read_segments(source, *chunk) for chunk in segments), target)
     return target
 
 
-def _pack(source: Tensor, starts: Integers, lengths: Integers) -> Iterator[Tensor]:
-    """Yield segments of items: a view of adjacent ones, or packed a number of bytes at a time."""
+def _read_segments(source: Tensor, starts: Integers, lengths: Integers) -> Iterator[Tensor]:
+    """Yield segments of items: a view of adjacent ones, or copies, some bytes at a time."""
     if np.array_equal(starts[1:], (starts + lengths)[:-1]):
         if len(starts):
             yield source[int(starts[0]) : int(starts[-1] + lengths[-1])]
         return
     # Merge segments that are adjacent in the source.
-    firsts = np.flatnonzero(np.append(True, starts[1:] != starts[:-1] + lengths[:-1]))
-    starts = starts[firsts]
-    lengths = np.add.reduceat(lengths, firsts)
+    run_starts = np.flatnonzero(np.append(True, starts[1:] != starts[:-1] + lengths[:-1]))
+    starts = starts[run_starts]
+    lengths = np.add.reduceat(lengths, run_starts)
     targets = starts_of(lengths)
     total = int(lengths.sum())
     item_bytes = source[:1].nbytes
-    max_items = max(1, _PACK_BYTES // item_bytes)
+    max_items = max(1, _CHUNK_BYTES // item_bytes)
     for start in range(0, total, max_items):
         stop = min(start + max_items, total)
-        begins, ends = np.clip([targets, targets + lengths], start, stop)
-        here = np.flatnonzero(begins < ends)
-        packed = torch.empty((stop - start, *source.shape[1:]), dtype=source.dtype)
+        starts_here, stops_here = np.clip([targets, targets + lengths], start, stop)
+        here = np.flatnonzero(starts_here < stops_here)
+        chunk = torch.empty((stop - start, *source.shape[1:]), dtype=source.dtype)
         copy_segments(
             source.view(-1).view(torch.uint8).numpy(),
-            (starts + begins - targets)[here] * item_bytes,
-            packed.view(-1).view(torch.uint8).numpy(),
-            (begins - start)[here] * item_bytes,
-            (ends - begins)[here] * item_bytes,
+            (starts + starts_here - targets)[here] * item_bytes,
+            chunk.view(-1).view(torch.uint8).numpy(),
+            (starts_here - start)[here] * item_bytes,
+            (stops_here - starts_here)[here] * item_bytes,
         )
-        yield packed
+        yield chunk

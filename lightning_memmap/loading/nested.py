@@ -17,8 +17,8 @@ from lightning_memmap.loading.device_streams import send
 from lightning_memmap.schema.fields import RowList, select
 from lightning_memmap.tensordict_types import is_tensorclass, tensordict_types
 
-#: The type, dtype and shape of a leaf. Leaves of one kind can be stacked.
-Kind: TypeAlias = tuple[Any, ...]
+#: The type, dtype and shape of a leaf. Leaves of one signature can be stacked.
+Signature: TypeAlias = tuple[Any, ...]
 
 
 def children_of(value: Any) -> dict[str, Any] | None:
@@ -107,8 +107,8 @@ def with_leaves(batch: Any, leaves: Iterator[Any]) -> Any:
     return with_children(batch, [with_leaves(child, leaves) for child in children.values()])
 
 
-def kind_of(leaf: Any, has_rows: bool = False) -> Kind:
-    """Return the kind of a leaf; with `has_rows`, for any number of rows."""
+def leaf_signature(leaf: Any, has_rows: bool = False) -> Signature:
+    """Return the signature of a leaf; with `has_rows`, for any number of rows."""
     if not isinstance(leaf, (Tensor, np.ndarray, np.generic)):
         return (type(leaf).__name__,)
     name = "tensor" if isinstance(leaf, Tensor) else "array"
@@ -119,33 +119,33 @@ def kind_of(leaf: Any, has_rows: bool = False) -> Kind:
 
 
 def check_alike(
-    results: Sequence[Mapping[str, Kind]], function: str, where: str, advice: str
+    results: Sequence[Mapping[str, Signature]], function: str, where: str, advice: str
 ) -> None:
-    """Check that the results of several calls have leaves of the same names and kinds.
+    """Check that the results of several calls have leaves of the same names and signatures.
 
     Args:
-        results: The kinds of the leaves of each result, by name.
+        results: The signatures of the leaves of each result, by name.
         function: The function that returned them, for the error.
         where: The calls, such as ``on data device``, which the error numbers.
         advice: The end of the error.
     """
     first = results[0]
-    for index, kinds in enumerate(results):
-        if kinds.keys() != first.keys():
+    for index, signatures in enumerate(results):
+        if signatures.keys() != first.keys():
             raise ValueError(
-                f"{function} returned {[*kinds]} {where} {index} and {[*first]} {where} 0: it must"
-                " return one structure"
+                f"{function} returned {[*signatures]} {where} {index} and {[*first]} {where} 0:"
+                " it must return one structure"
             )
-        if kinds != first:
-            name = next(name for name, kind in kinds.items() if kind != first[name])
+        if signatures != first:
+            name = next(name for name in first if signatures[name] != first[name])
             raise ValueError(
-                f"{function} returned {_described(kinds[name])} at {name or 'its result'} {where}"
-                f" {index} and {_described(first[name])} {where} 0: {advice}"
+                f"{function} returned {_described(signatures[name])} at {name or 'its result'}"
+                f" {where} {index} and {_described(first[name])} {where} 0: {advice}"
             )
 
 
-def _described(kind: Kind) -> str:
-    name, *details = kind
+def _described(signature: Signature) -> str:
+    name, *details = signature
     if not details:
         return with_article(name)
     dtype, shape = details
@@ -213,40 +213,48 @@ def send_leaf(leaf: Any, device: torch.device) -> Any:
     return rows
 
 
-def interleave(leaves: Sequence[Any], first: int, num_rows: int, device: torch.device) -> Any:
+def rows_of_device(index: int, first_device: int, num_devices: int) -> slice:
+    """Return which rows of a step a data device has: row ``i`` is on ``(first_device + i) % D``."""
+    return slice((index - first_device) % num_devices, None, num_devices)
+
+
+def interleave(
+    leaves: Sequence[Any], first_device: int, num_rows: int, device: torch.device
+) -> Any:
     """Merge the leaves of all data devices for one field whose rows differ in length.
 
     Args:
         leaves: A nested tensor or `RowList` of each of the ``D`` data devices.
-        first: The data device that holds row 0. Row ``i`` is on data device ``(first + i) % D``.
+        first_device: The data device that holds row 0; see `rows_of_device`.
         num_rows: Rows of all leaves.
         device: The device of the result.
 
-    With 3 data devices, ``first=1`` and 7 rows, data device 0 holds rows 2 and 5, data device 1
-    rows 0, 3 and 6, and data device 2 rows 1 and 4.
+    With 3 data devices, ``first_device=1`` and 7 rows, data device 0 holds rows 2 and 5, data
+    device 1 rows 0, 3 and 6, and data device 2 rows 1 and 4.
     """
     count = len(leaves)
     sent = [send_leaf(leaf, device) for leaf in leaves]
     if isinstance(sent[0], RowList):
         rows: list[Any] = [None] * num_rows
         for index, leaf in enumerate(sent):
-            rows[(index - first) % count :: count] = leaf
+            rows[rows_of_device(index, first_device, count)] = leaf
         return RowList(rows)
-    ragged = next(dim for dim, size in enumerate(sent[0].shape) if not isinstance(size, int))
-    if ragged > 1:
-        # The ragged dimension was transposed; move it back while the rows are merged.
-        transposed = [leaf.transpose(1, ragged) for leaf in sent]
-        return interleave(transposed, first, num_rows, device).transpose(1, ragged)
+    jagged_dim = next(dim for dim, size in enumerate(sent[0].shape) if not isinstance(size, int))
+    if jagged_dim > 1:
+        # The jagged dimension was transposed; move it back while the rows are merged.
+        transposed = [leaf.transpose(1, jagged_dim) for leaf in sent]
+        return interleave(transposed, first_device, num_rows, device).transpose(1, jagged_dim)
     # `torch.nested.narrow` leaves holes between rows.
     sent = [leaf if leaf.lengths() is None else leaf.contiguous() for leaf in sent]
     # The row of each of the concatenated rows of all leaves.
-    rows_of_leaves = [np.arange((d - first) % count, num_rows, count) for d in range(count)]
-    order = send(torch.from_numpy(np.argsort(np.concatenate(rows_of_leaves))), device)
+    all_rows = np.arange(num_rows)
+    rows_of_leaves = [all_rows[rows_of_device(d, first_device, count)] for d in range(count)]
+    permutation = send(torch.from_numpy(np.argsort(np.concatenate(rows_of_leaves))), device)
     values = torch.cat([leaf.values() for leaf in sent])
     bases = starts_of(np.array([len(leaf.values()) for leaf in sent])).tolist()
     pairs = zip(sent, bases, strict=True)
-    starts = torch.cat([leaf.offsets()[:-1] + base for leaf, base in pairs])[order]
-    lengths = torch.cat([leaf.offsets().diff() for leaf in sent])[order]
+    starts = torch.cat([leaf.offsets()[:-1] + base for leaf, base in pairs])[permutation]
+    lengths = torch.cat([leaf.offsets().diff() for leaf in sent])[permutation]
     ends = lengths.cumsum(0)
     # A transform may leave items that belong to no row. They are moved behind the rows, so that no
     # device has to be synchronized to count them.

@@ -15,8 +15,8 @@ from lightning_memmap.loading.buffers import Buffers, byte_pool
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.packed_rows import PackedRows
 from lightning_memmap.loading.packing import Packing
-from lightning_memmap.loading.row_source import Cut, Leaf, RowSource, Take
-from lightning_memmap.loading.variable_batch import ROW_NUMBER, check_layout
+from lightning_memmap.loading.row_source import Cut, FieldRows, RowSource, Take
+from lightning_memmap.loading.variable_batch import ROW_NUMBER, check_may_have_layout
 from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.sampling.packed import PackedSampler, Pieces
 from lightning_memmap.sampling.sampler import Sampler
@@ -63,7 +63,7 @@ class PackedSource(RowSource):
         slots: Tensor,
         out: Buffers | None = None,
         cut: Cut | None = None,
-    ) -> list[Leaf]:
+    ) -> list[FieldRows]:
         """Fetch the documents of packs; see `Take`."""
         pieces = sampler.pieces(epoch, slots.numpy())
         positions = np.repeat(slots.numpy(), pieces.documents_per_pack)
@@ -150,7 +150,7 @@ class PackedCollate:
         fields = {field.name: field for field in structure.fields}
         for name in layouts:
             schema.check_name("layout", name)
-            check_layout(name, fields.get(name), ())
+            check_may_have_layout(name, fields.get(name), ())
         index = {field.name: number for number, field in enumerate(structure.fields)}
         self._build = make_builder(structure, sample, index)
         self._packs = [

@@ -18,7 +18,7 @@ from lightning_memmap.integers import (
     ranges,
 )
 from lightning_memmap.loading.device_streams import send
-from lightning_memmap.loading.variable_rows import Allocate, VariableRows, joined_rows
+from lightning_memmap.loading.variable_rows import Allocate, VariableRows, concatenate_rows
 from lightning_memmap.schema.fields import RowList, select
 
 
@@ -78,7 +78,7 @@ class PackedRows:
         # The last document of each pack is padded to what the others leave.
         last = np.cumsum(self.documents_per_pack) - 1
         widths[last] += length - group_sums(widths, self.documents_per_pack)
-        values = documents.padded_each(widths[:, None], value)
+        values = documents.padded_items(widths[:, None], value)
         return values.view(len(self), length, *documents.field.item_shape)
 
     def in_columns(self, max_documents: int) -> Tensor:
@@ -98,7 +98,7 @@ class PackedRows:
         return RowList([*documents[start:stop]] for start, stop in bounds)
 
 
-def merge_packed(parts: Sequence[PackedRows]) -> PackedRows:
+def concatenate_packs(parts: Sequence[PackedRows]) -> PackedRows:
     """Concatenate packs of one field from several sources."""
-    documents = joined_rows([part.documents for part in parts])
+    documents = concatenate_rows([part.documents for part in parts])
     return PackedRows(documents, np.concatenate([part.documents_per_pack for part in parts]))

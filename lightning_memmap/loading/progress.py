@@ -22,6 +22,8 @@ class LoaderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     epoch: Count
     position: Count = 0
     steps: Count = 0
+    #: Rows of a step over all processes; None if an earlier version has saved the state.
+    global_batch: Count | None = None
     skipped: SkippedSteps = SkippedSteps()
     #: The results that the order of the epoch depends on; None before its first step.
     results: dict[str, Any] | None = None
@@ -42,8 +44,9 @@ class LoaderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         state: dict[str, Any] = msgspec.to_builtins(self)
         if not self.skipped.steps:
             del state["skipped"]
-        if not self.results:
-            del state["results"]
+        for name in ("results", "global_batch"):
+            if not state[name]:
+                del state[name]
         return state
 
     @classmethod
@@ -73,9 +76,9 @@ class LoaderProgress:
     """The steps of the current epoch that a loader has delivered, and a state to resume from.
 
     Args:
-        start: The state before the first step.
-        trainer: Counts which of the delivered steps the Trainer's weights were trained on; None
-            without a Trainer.
+        start_state: The state before the first step.
+        trainer_progress: Counts which of the delivered steps the Trainer's weights were trained
+            on; None without a Trainer.
         weights: Receives the weight of each delivered step.
         count_in_batch: Counts the items of the loss in each row of a batch; None if the plan of
             the epoch knows them.
@@ -83,16 +86,16 @@ class LoaderProgress:
 
     def __init__(
         self,
-        start: LoaderState,
-        trainer: TrainerProgress | None,
+        start_state: LoaderState,
+        trainer_progress: TrainerProgress | None,
         weights: DeliveredSteps,
         count_in_batch: CountInBatch | None = None,
     ) -> None:
-        self._trainer = trainer
+        self._trainer_progress = trainer_progress
         self._weights = weights
         self._count_in_batch = count_in_batch
         #: The state in which the epoch began, or was resumed.
-        self.start = start
+        self.start_state = start_state
         #: The steps of the epoch that were delivered, and the Trainer's counters at the last one.
         self._delivered: tuple[int, Delivery | None] = 0, None
         #: The start of the previous epoch, and its steps. Manual optimization may accumulate
@@ -101,17 +104,17 @@ class LoaderProgress:
         #: A loaded state, until an epoch resumes from it.
         self._loaded: LoaderState | None = None
 
-    def enter_epoch(self, start: LoaderState) -> None:
+    def enter_epoch(self, state: LoaderState) -> None:
         """Switch to the epoch of a state, unless it is the current epoch or one was loaded."""
-        if self._loaded is None and start.epoch != self.start.epoch:
+        if self._loaded is None and state.epoch != self.start_state.epoch:
             num_steps, last = self._delivered
-            self._previous = (self.start, num_steps) if last is not None else None
-            self.start = start
+            self._previous = (self.start_state, num_steps) if last is not None else None
+            self.start_state = state
             self._delivered = 0, None
 
     def load(self, state: LoaderState) -> None:
         """Resume the next iteration from a state, if it is of the same epoch."""
-        self.start = self._loaded = state
+        self.start_state = self._loaded = state
         self._previous = None
         self._delivered = state.steps, None
 
@@ -120,28 +123,28 @@ class LoaderProgress:
         loaded = self._loaded
         return loaded if loaded is not None and loaded.epoch == epoch else None
 
-    def begin(self, start: LoaderState, count: CountInSteps) -> None:
+    def begin(self, state: LoaderState, count: CountInSteps) -> None:
         """Begin an iteration in a state.
 
         Args:
-            start: The state.
+            state: The state.
             count: Counts the items of the loss in steps of the epoch.
         """
-        self.start = start
-        self._delivered = start.steps, None
+        self.start_state = state
+        self._delivered = state.steps, None
         self._loaded = None
-        self._weights.begin_epoch(start.steps, count)
+        self._weights.begin_epoch(state.steps, count)
 
     def deliver(self, super_batch: SuperBatch, batch: Any) -> None:
         """Count one more step as delivered, once what the loader yields for it is known."""
         if self._count_in_batch is not None:
             super_batch.weight = weight_of_batch(self._count_in_batch, super_batch, batch)
         self._weights.add((super_batch.num_rows, super_batch.weight))
-        counters = None if self._trainer is None else self._trainer.delivery()
+        counters = None if self._trainer_progress is None else self._trainer_progress.delivery()
         # A single assignment, because a signal handler may save a checkpoint at any time.
         self._delivered = self._delivered[0] + 1, counters
 
-    def position(self, state_after: StateAfter) -> tuple[LoaderState, FitPosition | None]:
+    def trained_state(self, state_after: StateAfter) -> tuple[LoaderState, FitPosition | None]:
         """Return the state after the last step that the weights were trained on.
 
         Args:
@@ -151,16 +154,16 @@ class LoaderProgress:
             The state of the loader, and the counters of its Trainer. The counters are None before
             the first step of an epoch and without a Trainer.
         """
-        start = self.start
+        start_state = self.start_state
         num_steps, last = self._delivered
-        trainer = self._trainer
+        trainer = self._trainer_progress
         num_delivered = None
         if last is not None and trainer is not None:
             num_delivered = trainer.num_delivered(last)
         if last is None or trainer is None or num_delivered is None:
-            return state_after(start, num_steps), None
+            return state_after(start_state, num_steps), None
         num_untrained = trainer.num_untrained(last)
-        num_here = num_steps - start.steps
+        num_here = num_steps - start_state.steps
         if num_untrained > num_here and self._previous is not None:
             # The accumulation group began in the previous epoch, if an optimizer stepped there.
             previous, num_previous = self._previous
@@ -171,7 +174,7 @@ class LoaderProgress:
         if trainer.is_manual and num_untrained >= num_here:
             # No optimizer has stepped in this epoch since the fit began. A whole epoch without a
             # step is not an accumulation group.
-            is_complete = start.steps == 0 and trainer.is_last(num_delivered)
+            is_complete = start_state.steps == 0 and trainer.is_last(num_delivered)
             num_untrained = 0 if is_complete else num_here
-        state = state_after(start, num_steps - num_untrained)
+        state = state_after(start_state, num_steps - num_untrained)
         return state, trainer.position(last, max(0, num_delivered - num_untrained), num_untrained)

@@ -4,24 +4,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap.integers import Integers
+from lightning_memmap.integers import Integers, bounds_of, num_strided
 from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.device_streams import send
-from lightning_memmap.loading.packed_rows import PackedRows, merge_packed
+from lightning_memmap.loading.nested import rows_of_device
+from lightning_memmap.loading.packed_rows import PackedRows, concatenate_packs
 from lightning_memmap.loading.step_weight import StepWeight
-from lightning_memmap.loading.variable_rows import VariableRows, joined_rows, share_widths
+from lightning_memmap.loading.variable_rows import VariableRows, concatenate_rows, share_widths
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.schema.fields import select
 
 #: The rows of one field: a tensor, or rows that differ in length and aren't copied yet.
-Leaf: TypeAlias = Tensor | VariableRows | PackedRows
+FieldRows: TypeAlias = Tensor | VariableRows | PackedRows
 
 
 class Cut(NamedTuple):
@@ -41,7 +41,7 @@ class Take(Protocol):
 
     def __call__(
         self, slots: Tensor, out: Buffers | None = None, cut: Cut | None = None
-    ) -> Sequence[Leaf]:
+    ) -> Sequence[FieldRows]:
         """Copy the rows in some slots, or pieces of them."""
 
 
@@ -76,7 +76,7 @@ class Steps(NamedTuple):
     epoch: int
     first_step: int  # The index of the first one in the epoch.
     positions: range  # The positions of all steps that this process serves.
-    lengths: list[int]  # Positions of each step.
+    local_sizes: list[int]  # Positions of each step that this process serves.
     weights: list[StepWeight]  # The weight of this process's loss in each step.
 
 
@@ -84,33 +84,31 @@ class Steps(NamedTuple):
 class Fetched:
     """The rows of some steps, for each receiver: one device for all rows, or every data device.
 
-    With ``R`` receivers, row ``j`` of the steps goes to receiver ``(first + j) % R``.
+    With ``R`` receivers, row ``j`` of the steps goes to receiver ``(first_receiver + j) % R``.
     """
 
     steps: Steps
-    first: int  # The receiver of the first row.
-    leaves: list[list[Leaf]]  # By receiver, one per field, and then dataset rows, if requested.
+    first_receiver: int  # The receiver of the first row.
+    leaves: list[list[FieldRows]]  # By receiver: one per field, and then dataset rows, if wanted.
     devices: Sequence[torch.device]  # By receiver.
 
     def rows_of(self, receiver: int) -> slice:
         """Return which rows of the steps a receiver has."""
-        count = len(self.devices)
-        return slice((receiver - self.first) % count, None, count)
+        return rows_of_device(receiver, self.first_receiver, len(self.devices))
 
-    def number(self, rows: Tensor) -> None:
+    def append_rows(self, rows: Tensor) -> None:
         """Append the dataset rows of all steps to the leaves."""
         for receiver, (leaves, device) in enumerate(zip(self.leaves, self.devices, strict=True)):
             leaves.append(send(rows[self.rows_of(receiver)].contiguous(), device))
 
-    def by_step(self) -> list[list[Sequence[Leaf]]]:
+    def by_step(self) -> list[list[Sequence[FieldRows]]]:
         """Split the leaves by step and receiver, last step first, and drop them here."""
-        bounds = [0, *accumulate(self.steps.lengths)]
+        bounds = bounds_of(self.steps.local_sizes)
         count = len(self.devices)
         steps_by_receiver = []
         for receiver, leaves in enumerate(self.leaves):
-            start = self.rows_of(receiver).start
-            stops = [-(-(bound - start) // count) for bound in bounds]
-            sizes = [stop - previous for previous, stop in pairwise(stops)]
+            stops = num_strided(bounds, self.rows_of(receiver).start, count)
+            sizes = np.diff(stops).tolist()
             split = (leaf.split_with_sizes(sizes) for leaf in leaves)
             steps_by_receiver.append(zip(*split, strict=True))
         self.leaves = []
@@ -118,9 +116,9 @@ class Fetched:
         return [*map(of_step, zip(*steps_by_receiver, strict=True))][::-1]
 
 
-def in_order(
-    fetched: Sequence[tuple[Integers, Sequence[Leaf]]], device: torch.device
-) -> list[Leaf]:
+def merge_in_order(
+    fetched: Sequence[tuple[Integers, Sequence[FieldRows]]], device: torch.device
+) -> list[FieldRows]:
     """Merge rows that were fetched separately.
 
     Args:
@@ -130,19 +128,18 @@ def in_order(
     if len(fetched) == 1:
         return [*fetched[0][1]]
     indices = np.concatenate([rows for rows, _ in fetched])
-    order = send(torch.from_numpy(np.argsort(indices)), device)
+    permutation = send(torch.from_numpy(np.argsort(indices)), device)
     columns = zip(*(leaves for _, leaves in fetched), strict=True)
-    joined = map(_join, columns)
     return [
-        select(leaf, order) if isinstance(leaf, Tensor) else leaf[order.cpu().numpy()]
-        for leaf in joined
+        select(leaf, permutation) if isinstance(leaf, Tensor) else leaf[permutation.cpu().numpy()]
+        for leaf in map(_concatenate, columns)
     ]
 
 
-def _join(parts: Sequence[Leaf]) -> Leaf:
+def _concatenate(parts: Sequence[FieldRows]) -> FieldRows:
     """Concatenate rows of one field from several sources."""
     packed = [part for part in parts if isinstance(part, PackedRows)]
-    return merge_packed(packed) if packed else joined_rows(parts)  # type: ignore[arg-type]
+    return concatenate_packs(packed) if packed else concatenate_rows(parts)  # type: ignore[arg-type]
 
 
 def released_error() -> RuntimeError:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from lightning_memmap.integers import Integers
-from lightning_memmap.loading.decoding import Images, default_threads, image_decoders
+from lightning_memmap.loading.decoding import ImageDecoder, Images, image_decoders
 from lightning_memmap.loading.memory import (
     SlotMap,
     copy_rows,
@@ -21,8 +21,8 @@ from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.loading.stream import (
     LOOKUP_BYTES,
     Stream,
-    largest_block,
-    largest_block_steps,
+    max_block_items,
+    max_block_time_steps,
 )
 from lightning_memmap.placement.plan import Residency, SplitShards
 from lightning_memmap.placement.topology import DataTopology
@@ -49,7 +49,7 @@ class SplitRows:
         fields: The fields of a batch.
         row_bytes: Bytes of a row, on average if rows differ in length.
         images: The fields that are decoded.
-        are_numbered: Whether batches contain the dataset rows.
+        with_row_numbers: Whether batches contain the dataset rows.
         pending: Rows that are still being built or downloaded, which a loader waits for.
         contents: The identity of the content of the dataset; see `Fields`.
     """
@@ -60,7 +60,7 @@ class SplitRows:
     fields: Sequence[Field]
     row_bytes: int = 0
     images: Images | None = None
-    are_numbered: bool = False
+    with_row_numbers: bool = False
     pending: PendingRows | None = None
     contents: Mapping[str, str] = field(default_factory=dict)
 
@@ -82,7 +82,7 @@ class SplitRows:
 def load_split(
     store: Store,
     topology: DataTopology,
-    placement: SplitShards,
+    shards: SplitShards,
     decode: Mapping[str, Decode] | None = None,
 ) -> SplitRows:
     """Copy or map the shards of a split as planned.
@@ -90,78 +90,87 @@ def load_split(
     Args:
         store: The store of the split.
         topology: The devices of this process.
-        placement: The residency of each shard.
+        shards: The shards, with their residency.
         decode: The fields that are decoded, by name.
     """
-    pool = placement.pool
-    cut = pool.rows.fields if isinstance(pool.rows, WindowedRows) else ()
-    if cut:
-        store = store.completed()
-    if decode and isinstance(placement.order, PackedSampler):
-        raise ValueError(
-            f"decode={[*decode]} with sampler=Packed(...): images of packs aren't decoded: leave"
-            " decode out, and store the images decoded, or decode the bytes in the transform"
-        )
-    decoders = image_decoders(store, decode or {})
-    if decoders and cut:
-        raise ValueError(
-            f"decode={[*(decode or ())]}: windows= cuts field {cut[0]!r}, and images are decoded"
-            " for each row of a batch, not for each step of a window. Use one of the two."
-        )
-    held = [shard for shard, residency in enumerate(placement.residencies) if residency is not None]
-    shards = _stored_shards(store, pool, held)
-    if store.pending is None:
-        store.download(shards)
-    else:
-        store.pending.expect(shards)
-    sources: list[RowSource] = []
-    source_of_shard = np.full(pool.num_shards, -1, np.int64)
-    groups: dict[tuple[Residency, torch.device], list[int]] = {}
-    for shards_held in placement.held(topology):
-        # Rows that are still being written are read from their files.
-        residency = shards_held.residency if store.pending is None else Residency.MMAP
-        is_on_device = residency is Residency.DEVICE
-        device = shards_held.device if is_on_device else torch.device("cpu")
-        groups.setdefault((residency, device), []).extend(shards_held.shards)
-    for (residency, device), unsorted in groups.items():
-        group = sorted(unsorted)
-        source_of_shard[group] = len(sources)
-        source = _make_source(store, placement, residency, device, group)
-        is_packed = isinstance(placement.order, PackedSampler)
-        sources.append(PackedSource(source) if is_packed else source)
-    images = None
-    if decoders and sources:
-        default = default_threads(topology.num_local_processes)
-        options = [decoder.form.num_threads for decoder in decoders.values()]
-        images = Images(decoders, max(default if count is None else count for count in options))
-    schema = store.schema
+    pool = shards.pool
     if isinstance(pool.rows, WindowedRows):
-        schema = schema.windowed(pool.rows.fields, pool.rows.length)
+        store = store.completed()
+        schema = store.schema.windowed(pool.rows.fields, pool.rows.length)
+    else:
+        schema = store.schema
+    decoders = _make_decoders(store, shards, decode or {})
+    held = [shard for shard, residency in enumerate(shards.residencies) if residency is not None]
+    stored_shards = _stored_shards(store, pool, held)
+    if store.pending is None:
+        store.download(stored_shards)
+    else:
+        store.pending.expect(stored_shards)
+    sources, source_of_shard = _make_sources(store, topology, shards)
     row_bytes = sum(
         column.mean_bytes(1) if field.num_variable else field.row_bytes
         for column, field in zip(store.manifest.columns, schema.fields, strict=True)
     )
     return SplitRows(
         pool,
-        tuple(sources),
+        sources,
         source_of_shard,
         schema.fields,
         row_bytes,
-        images,
+        Images.of(decoders, topology.num_local_processes) if decoders and sources else None,
         pending=store.pending,
         contents=make_fields(store, pool.rows).contents,
     )
 
 
+def _make_decoders(
+    store: Store, shards: SplitShards, decode: Mapping[str, Decode]
+) -> dict[int, ImageDecoder]:
+    """Make the decoders of encoded images, unless rows are packed or cut into windows."""
+    if decode and isinstance(shards.order, PackedSampler):
+        raise ValueError(
+            f"decode={[*decode]} with sampler=Packed(...): images of packs aren't decoded: leave"
+            " decode out, and store the images decoded, or decode the bytes in the transform"
+        )
+    decoders = image_decoders(store, decode)
+    rows = shards.pool.rows
+    if decoders and isinstance(rows, WindowedRows):
+        raise ValueError(
+            f"decode={[*decode]}: windows= cuts field {rows.fields[0]!r}, and images are decoded"
+            " for each row of a batch, not for each step of a window. Use one of the two."
+        )
+    return decoders
+
+
+def _make_sources(
+    store: Store, topology: DataTopology, shards: SplitShards
+) -> tuple[tuple[RowSource, ...], Integers]:
+    """Make a source for each residency and device, and return the source of each shard with it."""
+    groups: dict[tuple[Residency, torch.device], list[int]] = {}
+    for held in shards.group_by_device(topology):
+        # Rows that are still being written are read from their files.
+        residency = held.residency if store.pending is None else Residency.MMAP
+        device = held.device if residency is Residency.DEVICE else torch.device("cpu")
+        groups.setdefault((residency, device), []).extend(held.shards)
+    sources: list[RowSource] = []
+    source_of_shard = np.full(shards.pool.num_shards, -1, np.int64)
+    for (residency, device), group in groups.items():
+        source_of_shard[group] = len(sources)
+        source = _make_source(store, shards, residency, device, sorted(group))
+        is_packed = isinstance(shards.order, PackedSampler)
+        sources.append(PackedSource(source) if is_packed else source)
+    return tuple(sources), source_of_shard
+
+
 def _make_source(
     store: Store,
-    placement: SplitShards,
+    shards: SplitShards,
     residency: Residency,
     device: torch.device,
-    shards: list[int],
+    held: list[int],
 ) -> RowSource:
-    """Make the source of shards that have one residency on one device."""
-    pool = placement.pool
+    """Make the source of the held shards that have one residency on one device."""
+    pool = shards.pool
     series = map_series(store, pool) if isinstance(pool.rows, WindowedRows) else None
     slot_map = SlotMap.in_store(store, pool) if series is None else series.slot_map(pool)
     columns = [*zip(store.schema.fields, store.mapped_columns, strict=True)]
@@ -169,8 +178,8 @@ def _make_source(
         return map_in_place(columns, slot_map, series)
     if residency is not Residency.STREAM:
         if series is None:
-            return copy_rows(columns, slot_map, shards, device)
-        return copy_windows(columns, series, pool, shards, device)
+            return copy_rows(columns, slot_map, held, device)
+        return copy_windows(columns, series, pool, held, device)
     last_row = np.array([store.num_rows - 1])
     num_slots = int(store.in_memory(last_row)[0]) + 1 if series is None else series.num_slots
     return Stream(
@@ -178,13 +187,13 @@ def _make_source(
         open_row_files(store, () if series is None else series.windows.fields),
         slot_map,
         num_slots,
-        held=shards,
-        blocks=Blocks(placement.order),
+        held=held,
+        blocks=Blocks(shards.order),
         series=series,
     )
 
 
-def largest_block_bytes(store: Store, blocks: Blocks, held: Sequence[int]) -> int:
+def max_block_bytes(store: Store, blocks: Blocks, held: Sequence[int]) -> int:
     """Compute the memory of a block of streamed rows, in bytes. Reads no row."""
     fields = store.schema.fields
     pool = blocks.sampler.pool
@@ -195,7 +204,7 @@ def largest_block_bytes(store: Store, blocks: Blocks, held: Sequence[int]) -> in
     num_bytes = num_rows * LOOKUP_BYTES if is_looked_up else 0
     if isinstance(pool.rows, WindowedRows):
         step_bytes = sum(field.step_bytes for field in fields if field.name in pool.rows.fields)
-        return num_bytes + step_bytes * largest_block_steps(held, blocks)
+        return num_bytes + step_bytes * max_block_time_steps(held, blocks)
     variable = [field.name for field in fields if field.num_variable]
     num_bytes += num_rows * sum(field.row_bytes for field in fields if not field.num_variable)
     # Rows are only streamed once all are written.
@@ -204,7 +213,7 @@ def largest_block_bytes(store: Store, blocks: Blocks, held: Sequence[int]) -> in
     store.download(_stored_shards(store, pool, held), variable)
     for column in map(store.column, variable):
         if isinstance(column, ItemRows):
-            num_items = largest_block(column, slot_map, held, blocks)
+            num_items = max_block_items(column, slot_map, held, blocks)
             num_bytes += column.field.item_bytes * num_items
     return num_bytes
 

@@ -40,14 +40,14 @@ from lightning_memmap.loading.ahead import Ahead
 from lightning_memmap.loading.buffers import Buffers, byte_pool
 from lightning_memmap.loading.memory import (
     Columns,
-    Ragged,
     SeriesSlots,
     SlotMap,
     ToIndex,
+    VariableColumn,
     column_in_place,
 )
 from lightning_memmap.loading.row_file import Read, RowFile, aligned_memory, reads_of
-from lightning_memmap.loading.row_source import Cut, Leaf, RowSource, Take, in_order
+from lightning_memmap.loading.row_source import Cut, FieldRows, RowSource, Take, merge_in_order
 from lightning_memmap.sampling.rows import WindowedRows
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import Blocks
@@ -87,7 +87,7 @@ class BlockItems:
 
     def reads(self, located: Located) -> Iterator[Read]:
         """Yield the reads that load a block, and set `runs` to its layout."""
-        starts, stops = runs_of(located)
+        starts, stops = merge_into_runs(located)
         lengths = stops - starts
         if (count := int(lengths.sum())) > self._max_items:
             raise ValueError(
@@ -104,7 +104,7 @@ class BlockItems:
         """Return the indices in memory of items of the files."""
         return torch.from_numpy(self.runs.at(slots.numpy()))
 
-    def among(self, rows: ItemRows, slots: Integers) -> tuple[Tensor, Located]:
+    def items_and_ranges(self, rows: ItemRows, slots: Integers) -> tuple[Tensor, Located]:
         """Return the items in memory, and the range of each of some rows in them."""
         starts, sizes = rows.at(slots)
         return self.memory[0], Located(self.runs.at(starts), sizes)
@@ -118,17 +118,19 @@ class StreamMemory:
         #: Rows of one shape, or steps.
         self.items = BlockItems(stream.columns[0][0].name, stream.max_items)
         #: The items of each field whose rows differ in length.
-        self.ragged: list[tuple[ItemRows, BlockItems]] = []
-        columns: list[Tensor | Ragged] = []
+        self.variable: list[tuple[ItemRows, BlockItems]] = []
+        columns: list[Tensor | VariableColumn] = []
         to_index: list[ToIndex | None] = []
         pairs = zip(stream.columns, stream.files, strict=True)
         for field_index, ((field, rows), file) in enumerate(pairs):
             if series is None and isinstance(rows, ItemRows):
-                items = BlockItems(field.name, stream.max_ragged_items[field_index])
+                items = BlockItems(field.name, stream.max_variable_items[field_index])
                 items.add(file, field.item_shape, field.dtype)
-                self.ragged.append((rows, items))
+                self.variable.append((rows, items))
                 # Copied at once, because this memory is overwritten by a later block.
-                columns.append(Ragged(field, partial(items.among, rows), byte_pool()))
+                columns.append(
+                    VariableColumn(field, partial(items.items_and_ranges, rows), byte_pool())
+                )
                 to_index.append(None)
             elif series is None:
                 columns.append(self.items.add(file, field.item_shape, field.dtype))
@@ -148,10 +150,10 @@ class StreamMemory:
         """Yield the reads that load a block. Several threads may run them at once."""
         located = locate()
         yield from self.items.reads(located)
-        if self.ragged:
-            starts, stops = runs_of(located)
+        if self.variable:
+            starts, stops = merge_into_runs(located)
             slots = ranges(starts, stops - starts)
-            for rows, items in self.ragged:
+            for rows, items in self.variable:
                 yield from items.reads(rows.at(slots))
 
 
@@ -184,10 +186,10 @@ class Stream(RowSource):
         #: Most rows of one shape, or steps, in a block.
         self.max_items = len(self.held) * self.blocks.longest
         if self.series is not None:
-            self.max_items = largest_block_steps(self.held, self.blocks)
+            self.max_items = max_block_time_steps(self.held, self.blocks)
         #: Most items in a block of each field whose rows differ in length, by field index.
-        self.max_ragged_items = {
-            index: largest_block(rows, self.slot_map, self.held, self.blocks)
+        self.max_variable_items = {
+            index: max_block_items(rows, self.slot_map, self.held, self.blocks)
             for index, (_, rows) in enumerate(self.columns)
             if self.series is None and isinstance(rows, ItemRows)
         }
@@ -234,7 +236,7 @@ class Stream(RowSource):
     def locate_block(self, blocks: Blocks, epoch: int, block: int) -> Located:
         """Find the items of a block in the files, as starts and lengths of runs."""
         if self.series is not None:
-            return located_steps(self.series, self._shards, blocks, epoch, block)
+            return locate_block_windows(self.series, self._shards, blocks, epoch, block)
         starts = self.slot_map.starts
         sizes = self.slot_map.pool.sizes[self._shards]
         runs = blocks.sampler.block_runs(epoch, block)
@@ -261,20 +263,22 @@ class _StreamedEpoch:
         for _ in range(_NUM_BUFFERS):
             self._read_next(stream.idle.pop() if stream.idle else None)
 
-    def take(self, slots: Tensor, out: Buffers | None = None, cut: Cut | None = None) -> list[Leaf]:
+    def take(
+        self, slots: Tensor, out: Buffers | None = None, cut: Cut | None = None
+    ) -> list[FieldRows]:
         """Copy the next rows of the epoch into a batch; see `Take`."""
         num_slots = self._stream.num_slots
-        first, last = (int(bound) // num_slots for bound in slots.aminmax())
-        assert first >= self._block, "rows must be fetched in the order of their blocks"
-        if first == last:
-            return self._memory_of(first).take(slots - first * num_slots, out, cut)
-        fetched: list[tuple[Integers, list[Leaf]]] = []
-        for block in range(first, last + 1):
+        start, last = (int(slot) // num_slots for slot in slots.aminmax())
+        assert start >= self._block, "rows must be fetched in the order of their blocks"
+        if start == last:
+            return self._memory_of(start).take(slots - start * num_slots, out, cut)
+        fetched: list[tuple[Integers, list[FieldRows]]] = []
+        for block in range(start, last + 1):
             rows = np.flatnonzero(slots.numpy() // num_slots == block)
             pieces = None if cut is None else Cut(cut.starts[rows], cut.lengths[rows])
             leaves = self._memory_of(block).take(slots[rows] - block * num_slots, None, pieces)
             fetched.append((rows, leaves))
-        return in_order(fetched, slots.device)
+        return merge_in_order(fetched, slots.device)
 
     def close(self) -> None:
         """Stop the threads. No more rows can be fetched."""
@@ -301,43 +305,45 @@ class _StreamedEpoch:
         return self._memory.first()
 
 
-def runs_of(located: Located) -> tuple[Integers, Integers]:
-    """Merge ranges of items into runs, ascending: return their starts and stops."""
+def merge_into_runs(located: Located) -> tuple[Integers, Integers]:
+    """Merge ranges of items into ascending runs, and return the starts and stops of the runs."""
     lengths = located.sizes.prod(axis=1)
-    order = np.argsort(located.starts, kind="stable")
-    starts = located.starts[order]
-    stops = np.maximum.accumulate(starts + lengths[order])
-    firsts = np.flatnonzero(np.append(True, starts[1:] > stops[:-1])[: len(starts)])
-    return starts[firsts], stops[np.append(firsts, len(order))[1:] - 1]
+    by_start = np.argsort(located.starts, kind="stable")
+    starts = located.starts[by_start]
+    stops = np.maximum.accumulate(starts + lengths[by_start])
+    run_starts = np.flatnonzero(np.append(True, starts[1:] > stops[:-1])[: len(starts)])
+    return starts[run_starts], stops[np.append(run_starts, len(starts))[1:] - 1]
 
 
-def located_steps(
+def locate_block_windows(
     series: SeriesSlots, held: Integers, blocks: Blocks, epoch: int, block: int
 ) -> Located:
-    """Find the steps of a block of windows, as starts and lengths of runs."""
+    """Find the time steps of a block of windows, as starts and lengths of runs."""
     windows = series.windows
     pool = blocks.sampler.pool
     num_shards = pool.num_shards
     runs = blocks.sampler.block_runs(epoch, block)
     if runs is None:
         file_rows = distinct(pool.file_rows(blocks.index(epoch, block, held)))
-        numbers = windows.in_series(file_rows)[0]
+        series_indices = windows.in_series(file_rows)[0]
         counts = np.ones_like(file_rows)
     elif pool.is_striped:
         bounds = [(run.start * num_shards, run.stop * num_shards) for run in runs]
-        numbers, file_rows, counts = windows.runs_between(num_shards, bounds, held.tolist())
+        series_indices, file_rows, counts = windows.runs_between(num_shards, bounds, held.tolist())
     else:
         bounds = [
             (start + run.start, start + min(run.stop, size))
             for start, size in zip(pool.starts[held], pool.sizes[held], strict=True)
             for run in runs
         ]
-        numbers, file_rows, counts = windows.runs_between(num_shards, bounds, None)
+        series_indices, file_rows, counts = windows.runs_between(num_shards, bounds, None)
     lengths = (counts - 1) * windows.stride + windows.length
-    return Located(file_rows * windows.stride + series.shifts[numbers], lengths[:, None])
+    return Located(file_rows * windows.stride + series.shifts[series_indices], lengths[:, None])
 
 
-def largest_block(rows: ItemRows, slot_map: SlotMap, shards: Sequence[int], blocks: Blocks) -> int:
+def max_block_items(
+    rows: ItemRows, slot_map: SlotMap, shards: Sequence[int], blocks: Blocks
+) -> int:
     """Count the most items that the rows of a block can have, wherever it starts."""
 
     def lengths_in(shard: int) -> Integers:
@@ -345,7 +351,7 @@ def largest_block(rows: ItemRows, slot_map: SlotMap, shards: Sequence[int], bloc
         return np.concatenate([np.zeros(0, np.int64), *chunks])
 
     if blocks.has_runs:
-        return most_items(slot_map.pool.sizes, blocks.longest, map(lengths_in, shards))
+        return _max_consecutive_items(slot_map.pool.sizes, blocks.longest, map(lengths_in, shards))
     total = 0
     for shard in shards:
         items = lengths_in(shard)
@@ -355,7 +361,7 @@ def largest_block(rows: ItemRows, slot_map: SlotMap, shards: Sequence[int], bloc
     return total
 
 
-def most_items(sizes: Integers, block_rows: int, lengths: Iterable[Integers]) -> int:
+def _max_consecutive_items(sizes: Integers, block_rows: int, lengths: Iterable[Integers]) -> int:
     """Count the most items of a block of consecutive rows of each shard.
 
     Args:
@@ -377,8 +383,8 @@ def most_items(sizes: Integers, block_rows: int, lengths: Iterable[Integers]) ->
     return int(blocks.max(initial=0)) + num_extra_items
 
 
-def largest_block_steps(held: Sequence[int], blocks: Blocks) -> int:
-    """Count the most steps of a block of windows, each step once per shard."""
+def max_block_time_steps(held: Sequence[int], blocks: Blocks) -> int:
+    """Count the most time steps of a block of windows, each step once per shard."""
     pool = blocks.sampler.pool
     windows = pool.rows
     assert isinstance(windows, WindowedRows)
@@ -396,5 +402,5 @@ def largest_block_steps(held: Sequence[int], blocks: Blocks) -> int:
         )
         for shard in held
     )
-    num_items = most_items(pool.sizes, blocks.longest, lengths)
+    num_items = _max_consecutive_items(pool.sizes, blocks.longest, lengths)
     return num_items + _MAX_RUNS * num_shared * len(held)

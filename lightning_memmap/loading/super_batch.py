@@ -1,7 +1,7 @@
 """A super-batch: the batches of all data devices in one step, which may be assembled on one device.
 
 The batch of each data device is contiguous, and so is its copy to another device. The assembled
-rows are interleaved: row ``i`` comes from data device ``(first + i) % D``.
+rows are interleaved: row ``i`` comes from data device ``(first_device + i) % D``.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +19,9 @@ from lightning_memmap.loading.nested import (
     interleave,
     is_on,
     is_variable,
-    kind_of,
+    leaf_signature,
     named_leaves,
+    rows_of_device,
     send_leaf,
     with_leaves,
 )
@@ -50,16 +51,18 @@ class Assembler:
     def __init__(self) -> None:
         self._pool = BufferPool([])
 
-    def assemble(self, batches: list[Any], first: int, num_rows: int, device: torch.device) -> Any:
+    def assemble(
+        self, batches: list[Any], first_device: int, num_rows: int, device: torch.device
+    ) -> Any:
         """Assemble the batches of all data devices.
 
         Args:
             batches: The batch of each of the ``D`` data devices, with leaves of equal kinds.
-            first: The data device that holds row 0.
+            first_device: The data device that holds row 0.
             num_rows: Rows of all batches.
             device: The device of the result.
         """
-        leaves = _checked_leaves(batches, first, num_rows)
+        leaves = _checked_leaves(batches, first_device, num_rows)
         if len(batches) == 1:
             if all(is_on(leaf, device) for leaf in leaves[0]):
                 return batches[0]
@@ -70,13 +73,14 @@ class Assembler:
         outs: list[Any] = []
         for column in columns:
             if is_variable(column[0]):
-                outs.append(interleave(column, first, num_rows, device))
+                outs.append(interleave(column, first_device, num_rows, device))
                 continue
             out = next(buffers)
             outs.append(out)
             for index, leaf in enumerate(column):
+                rows = rows_of_device(index, first_device, len(batches))
                 # Contiguous between devices, and strided on the device.
-                out[(index - first) % len(batches) :: len(batches)].copy_(send(leaf, device))
+                out[rows].copy_(send(leaf, device))
         return with_leaves(batches[0], iter(outs))
 
     def _buffers(self, leaves: list[Tensor], num_rows: int, device: torch.device) -> list[Tensor]:
@@ -89,15 +93,18 @@ class Assembler:
         return self._pool.get(num_rows)
 
 
-def _checked_leaves(batches: list[Any], first: int, num_rows: int) -> list[list[Any]]:
+def _checked_leaves(batches: list[Any], first_device: int, num_rows: int) -> list[list[Any]]:
     """Check that the batches are alike and have all rows, and return the leaves of each."""
     named = [dict(named_leaves(batch)) for batch in batches]
     for index, leaves in enumerate(named):
-        rows = len(range((index - first) % len(batches), num_rows, len(batches)))
+        rows = range(num_rows)[rows_of_device(index, first_device, len(batches))]
         for name, leaf in leaves.items():
-            _check_leaf(name, leaf, rows, index, len(batches))
+            _check_leaf(name, leaf, len(rows), index, len(batches))
     check_alike(
-        [{f"batch{n}": kind_of(leaf, True) for n, leaf in leaves.items()} for leaves in named],
+        [
+            {f"batch{n}": leaf_signature(leaf, True) for n, leaf in leaves.items()}
+            for leaves in named
+        ],
         "transform: it",
         "on data device",
         "they are assembled afterwards, and must be alike. A transform whose shapes differ from"
@@ -186,38 +193,38 @@ class Collator:
             return topology.data_devices[0]
         return topology.assemble_on
 
-    def collate(
+    def collate_and_transform(
         self,
         leaves: list[Leaves],
         devices: Sequence[torch.device],
-        first: int,
+        first_device: int,
         seeds: StepSeeds | None,
     ) -> list[Any]:
-        """Make the batch of each data device.
+        """Make the batch of each data device, transformed unless in `OnSuperBatch`.
 
         Args:
             leaves: The fetched rows by data device. Removed one by one, to free what is copied.
             devices: The data devices.
-            first: The data device that holds row 0.
+            first_device: The data device that holds row 0.
             seeds: The random numbers of the step; None without a transform.
         """
         batches: list[Any] = []
         for index, device in enumerate(devices):
             batch = self._collate(leaves.pop(0))
             if self._is_by_device:
-                rows = slice((index - first) % len(devices), None, len(devices))
+                rows = rows_of_device(index, first_device, len(devices))
                 batch = self._transformed(batch, device, index, seeds, rows)
             batches.append(batch)
         return batches
 
-    def assemble(self, super_batch: "SuperBatch", device: torch.device) -> Any:
-        """Make one batch of the batches of all data devices, on a device."""
+    def assemble_and_transform(self, super_batch: "SuperBatch", device: torch.device) -> Any:
+        """Assemble the batches of all data devices, and run a transform in `OnSuperBatch`."""
         batches = super_batch.batches
         if not self._is_by_device and [*super_batch.data_devices] == [device]:
             (batch,) = batches
         else:
             batch = self._assembler.assemble(
-                batches, super_batch.first, super_batch.num_rows, device
+                batches, super_batch.first_device, super_batch.num_rows, device
             )
         if self._is_by_device or not self.has_transform:
             return batch
@@ -248,7 +255,7 @@ class SuperBatch:
     data_devices: Sequence[torch.device]
     num_rows: int
     weight: StepWeight  # The weight of the loss on these rows.
-    first: int  # The data device whose batch has the first row.
+    first_device: int  # The data device whose batch has the first row.
     collator: Collator
     #: The batch of each data device, on that device, as its transform has returned it.
     batches: list[Any]
@@ -261,7 +268,7 @@ class SuperBatch:
         work on the device waits for the copies, and their sources are not overwritten before.
         """
         target = device if isinstance(device, torch.device) else torch.device(device)
-        return self.collator.assemble(self, target)
+        return self.collator.assemble_and_transform(self, target)
 
     def __len__(self) -> int:
         return self.num_rows
@@ -281,17 +288,17 @@ def weight_of_batch(count: CountInBatch, super_batch: SuperBatch, batch: Any) ->
     """
     num_rows = super_batch.num_rows
     batches = [batch]
-    first = 0
+    first_device = 0
     if batch is super_batch:
         batches = super_batch.batches
-        first = super_batch.first
+        first_device = super_batch.first_device
     by_row: Tensor | None = None
     for index, rows_of_batch in enumerate(batches):
-        rows = range((index - first) % len(batches), num_rows, len(batches))
-        items = _items_by_row(count, rows_of_batch, len(rows))
+        rows = rows_of_device(index, first_device, len(batches))
+        items = _items_by_row(count, rows_of_batch, len(range(num_rows)[rows]))
         if by_row is None:
             by_row = items.new_empty(num_rows)
-        by_row[rows.start :: len(batches)] = send(items, by_row.device)
+        by_row[rows] = send(items, by_row.device)
     assert by_row is not None
     return StepWeight(by_row.sum(), None, by_row)
 

@@ -151,7 +151,7 @@ def _layouts(
     lists = schema.lists
     for name in chosen.keys() - lists.keys():
         schema.check_name("layout", name)
-        check_layout(name, fields.get(name), decoded)
+        check_may_have_layout(name, fields.get(name), decoded)
     layouts: dict[str, Layout] = {}
     for name, field in fields.items():
         if field.num_variable:
@@ -173,7 +173,7 @@ def _layouts(
     return layouts
 
 
-def check_layout(name: str, field: Field | None, decoded: Collection[str]) -> None:
+def check_may_have_layout(name: str, field: Field | None, decoded: Collection[str]) -> None:
     """Check that a layout may be chosen for a field that is not a list."""
     if field is None:
         raise ValueError(f"layout: {name!r} has several fields: name those")

@@ -99,8 +99,8 @@ class VariableRows:
     widths: tuple[int, ...]  # The largest sizes among the rows of the step on all data devices.
     is_contiguous: bool = False  # Whether the rows are contiguous, in memory that only they use.
     allocate: Allocate = new_memory  # Allocates memory for copies of rows on a CPU.
-    fetch: "Fetch | None" = None  # These rows and the rows of other steps fetched with them.
-    step: int = 0  # The step of the fetch.
+    cache: "LayoutCache | None" = None  # These rows and the rows of steps fetched with them.
+    step: int = 0  # The index of their step in the cache.
 
     @property
     def device(self) -> torch.device:
@@ -133,7 +133,7 @@ class VariableRows:
         starts = self.starts[rows]
         sizes = self.sizes[rows]
         is_contiguous = self.is_contiguous and isinstance(rows, slice) and rows.step in (None, 1)
-        return self.replaced(starts=starts, sizes=sizes, is_contiguous=is_contiguous, fetch=None)
+        return self.replaced(starts=starts, sizes=sizes, is_contiguous=is_contiguous, cache=None)
 
     def split_with_sizes(self, sizes: Sequence[int]) -> "list[VariableRows]":
         """Split the rows into parts, such as steps, with the widths of each part."""
@@ -143,21 +143,21 @@ class VariableRows:
         rows = np.append(self.sizes, np.zeros((1, self.sizes.shape[1]), np.int64), axis=0)
         widths = np.maximum.reduceat(rows, bounds[:-1], axis=0)
         widths[counts == 0] = 0
-        fetch = Fetch(self, bounds, [*map(tuple, widths.tolist())])
-        steps = zip(pairwise(bounds.tolist()), fetch.widths, strict=True)
+        cache = LayoutCache(self, bounds, [*map(tuple, widths.tolist())])
+        steps = zip(pairwise(bounds.tolist()), cache.widths, strict=True)
         return [
             self.replaced(
                 starts=self.starts[start:stop],
                 sizes=self.sizes[start:stop],
                 widths=width,
-                fetch=fetch,
+                cache=cache,
                 step=step,
             )
             for step, ((start, stop), width) in enumerate(steps)
         ]
 
     def to(self, device: torch.device) -> "VariableRows":
-        """Return the rows on another device, concatenated before they are sent. Text stays here."""
+        """Return the rows on another device, concatenated first. Text stays on the CPU."""
         if self.device == device or self.field.is_text:
             return self
         pin = self.device.type == "cpu" and has_streams(device)
@@ -168,7 +168,7 @@ class VariableRows:
         """Return the rows in contiguous memory that only they use."""
         starts = starts_of(self.lengths)
         return self.replaced(
-            items=self.concatenated(), starts=starts, is_contiguous=True, fetch=None
+            items=self.concatenated(), starts=starts, is_contiguous=True, cache=None
         )
 
     def concatenated(self) -> Tensor:
@@ -177,23 +177,19 @@ class VariableRows:
         stops = np.cumsum(lengths)
         total = int(stops[-1]) if len(stops) else 0
         if self.is_contiguous and total:
-            first = int(self.starts[0])
-            return self.items[first : first + total]
+            start = int(self.starts[0])
+            return self.items[start : start + total]
         if self.device.type != "cpu":
             return select(self.items, *self._item_indices(lengths, self.starts))
-        size = self.field.item_bytes
-        targets = stops - lengths
-        memory = self.allocate(total * size)
-        copy_segments(
-            self.memory, self.starts * size, memory.numpy(), targets * size, lengths * size
-        )
+        memory = self.allocate(total * self.field.item_bytes)
+        self._copy_runs(_Runs(self.starts, stops - lengths, lengths), memory.numpy())
         return memory.view(self.field.dtype).view(total, *self.field.item_shape)
 
     def concatenated_with_neighbours(self) -> Tensor:
         """Return `concatenated`, copied together with the rows of other small steps."""
-        if self.fetch is None or self.is_contiguous:
+        if self.cache is None or self.is_contiguous:
             return self.concatenated()
-        return self.fetch.of_step(self.step, self.allocate, None)
+        return self.cache.of_step(self.step, self.allocate, None)
 
     def padded(self, value: float, multiple: int) -> Padded:
         """Pad the rows to the widths of the step, rounded up to a multiple; see `Pad`."""
@@ -205,18 +201,18 @@ class VariableRows:
                 f" {num_bytes} bytes, more than this machine has free: use Pad with a smaller"
                 f" multiple than {multiple}, or smaller batches"
             )
-        fetch = self.fetch
-        if fetch is None or fetch.widths[self.step] != self.widths:
+        cache = self.cache
+        if cache is None or cache.widths[self.step] != self.widths:
             # The widths of a step are the largest on any data device.
             row_widths = np.broadcast_to(np.array(widths, np.int64), self.sizes.shape)
-            values = self.padded_each(row_widths, value)
+            values = self.padded_items(row_widths, value)
         else:
-            values = fetch.of_step(self.step, self.allocate, (value, multiple))
+            values = cache.of_step(self.step, self.allocate, (value, multiple))
         sizes = self.sizes[:, 0] if len(widths) == 1 else self.sizes
         lengths = send(torch.from_numpy(sizes.copy()), self.device)
         return Padded(values.view(len(self), *widths, *self.field.item_shape), lengths)
 
-    def padded_each(self, widths: Integers, value: float) -> Tensor:
+    def padded_items(self, widths: Integers, value: float) -> Tensor:
         """Pad each row to its own widths.
 
         Args:
@@ -226,33 +222,42 @@ class VariableRows:
         Returns:
             The items of the padded rows, concatenated, of shape (items, *item shape).
         """
-        field = self.field
-        size = field.item_bytes
-        starts, targets, lengths = _contiguous_runs(self, widths)
-        total = int(widths.prod(axis=1).sum())
+        runs = _contiguous_runs(self, widths)
+        shape = (int(widths.prod(axis=1).sum()), *self.field.item_shape)
         if self.device.type != "cpu":
-            sources, indices = self._item_indices(lengths, starts, targets)
-            signed = SIGNED.get(field.dtype, field.dtype)
-            shape = (total, *field.item_shape)
-            values = torch.full(shape, value, dtype=field.dtype, device=self.device)
-            items = select(self.items, sources).view(signed)
-            values.view(signed).index_copy_(0, indices, items)
-            return values
-        memory = self.allocate(total * size)
-        values = memory.view(field.dtype).view(total, *field.item_shape)
-        out = memory.numpy()
-        item = _in_memory(value, field.dtype)
-        if lengths.sum() * size > _LONG_BYTES * len(lengths):
-            gap_starts = np.append(0, targets + lengths) * size
-            gap_stops = np.append(targets, total) * size
-            longest = int((gap_stops - gap_starts).max())
-            padding = np.tile(item, longest // item.nbytes).view(np.uint8).data
-            for start, stop in zip(gap_starts.tolist(), gap_stops.tolist(), strict=True):
-                out.data[start:stop] = padding[: stop - start]
-        else:
-            out.view(item.dtype)[:] = item
-        copy_segments(self.memory, starts * size, out, targets * size, lengths * size)
+            return self._padded_on_device(runs, shape, value)
+        memory = self.allocate(shape[0] * self.field.item_bytes)
+        self._fill_padding(runs, memory.numpy(), value)
+        self._copy_runs(runs, memory.numpy())
+        return memory.view(self.field.dtype).view(shape)
+
+    def _padded_on_device(self, runs: "_Runs", shape: tuple[int, ...], value: float) -> Tensor:
+        """Copy runs of items to their targets among padding, on an accelerator."""
+        dtype = self.field.dtype
+        sources, targets = self._item_indices(runs.lengths, runs.starts, runs.targets)
+        signed = SIGNED.get(dtype, dtype)
+        values = torch.full(shape, value, dtype=dtype, device=self.device)
+        values.view(signed).index_copy_(0, targets, select(self.items, sources).view(signed))
         return values
+
+    def _fill_padding(self, runs: "_Runs", memory: Bytes, value: float) -> None:
+        """Fill at least the gaps between the targets of runs in host memory."""
+        item_bytes = self.field.item_bytes
+        item = _in_memory(value, self.field.dtype)
+        if runs.lengths.sum() * item_bytes <= _LONG_BYTES * len(runs.lengths):
+            memory.view(item.dtype)[:] = item
+            return
+        gap_starts = np.append(0, runs.targets + runs.lengths) * item_bytes
+        gap_stops = np.append(runs.targets * item_bytes, len(memory))
+        longest = int((gap_stops - gap_starts).max())
+        padding = np.tile(item, longest // item.nbytes).view(np.uint8).data
+        for start, stop in zip(gap_starts.tolist(), gap_stops.tolist(), strict=True):
+            memory.data[start:stop] = padding[: stop - start]
+
+    def _copy_runs(self, runs: "_Runs", memory: Bytes) -> None:
+        """Copy runs of items to their targets in host memory."""
+        starts, targets, num_bytes = (items * self.field.item_bytes for items in runs)
+        copy_segments(self.memory, starts, memory, targets, num_bytes)
 
     def jagged(self) -> Tensor:
         """Return a nested tensor of the rows."""
@@ -287,11 +292,10 @@ class VariableRows:
         return [s.repeat_interleave(counts, output_size=total).add_(along) for s in shifts]
 
 
-class Fetch:
-    """Rows of several steps that were fetched together, with a cache of their last layout.
+class LayoutCache:
+    """Rows of several steps that were fetched together, and a cache of their last layout.
 
-    Small steps are concatenated or padded together, because a call costs as much for one step as
-    for many.
+    Small steps are concatenated or padded together: a call costs as much for one step as for many.
     """
 
     def __init__(self, rows: VariableRows, bounds: Integers, widths: list[tuple[int, ...]]) -> None:
@@ -302,12 +306,12 @@ class Fetch:
         self._cached: dict[int, Tensor] = {}  # The items of some steps in this layout.
 
     def of_step(self, step: int, allocate: Allocate, pad: tuple[float, int] | None) -> Tensor:
-        """Return the items of a step, concatenated or padded: of shape (items, *item shape).
+        """Return the items of a step, of shape (items, *item shape), padded like `Pad` or not.
 
         Args:
             step: The index of the step.
             allocate: Allocates the memory.
-            pad: The value and the multiple of the padding, as for `Pad`; None to concatenate.
+            pad: The value and the multiple of the padding; None without padding.
         """
         if self._layout == (allocate, pad) and step in self._cached:
             return self._cached[step]
@@ -329,15 +333,23 @@ class Fetch:
             if pad is None:
                 items = here.concatenated()
             else:
-                items = here.padded_each(np.repeat(widths[steps], counts[steps], axis=0), pad[0])
+                items = here.padded_items(np.repeat(widths[steps], counts[steps], axis=0), pad[0])
         by_step = items.split_with_sizes(sizes[steps].tolist())
         self._cached = dict(zip(steps.tolist(), by_step, strict=True))
         self._layout = allocate, pad
         return self._cached[step]
 
 
-def _contiguous_runs(rows: VariableRows, widths: Integers) -> tuple[Integers, Integers, Integers]:
-    """Return the source, the target and the length of each contiguous run of items.
+class _Runs(NamedTuple):
+    """Runs of contiguous items to copy, each int64 of shape (runs,)."""
+
+    starts: Integers  # The first item of each run in its source.
+    targets: Integers  # The first item in its target.
+    lengths: Integers
+
+
+def _contiguous_runs(rows: VariableRows, widths: Integers) -> _Runs:
+    """Divide rows that are padded to widths into contiguous runs of items.
 
     A row of one variable dimension is one run. A row of sizes (2, 3) that is padded to (2, 4) is
     two runs of 3 items, whose sources are 3 items apart and whose targets are 4 apart.
@@ -354,7 +366,7 @@ def _contiguous_runs(rows: VariableRows, widths: Integers) -> tuple[Integers, In
         widths = widths[origins]
         starts = starts[origins] + numbers * sizes[:, dim:].prod(axis=1)
         targets = targets[origins] + numbers * widths[:, dim:].prod(axis=1)
-    return starts, targets, sizes[:, -1]
+    return _Runs(starts, targets, sizes[:, -1])
 
 
 @lru_cache(maxsize=64)
@@ -368,7 +380,7 @@ def _in_memory(value: float, dtype: torch.dtype) -> NDArray[Any]:
     return item.view(f"u{len(item)}" if len(item) <= 8 else np.complex128)
 
 
-def joined_rows(parts: Sequence[Tensor | VariableRows]) -> Tensor | VariableRows:
+def concatenate_rows(parts: Sequence[Tensor | VariableRows]) -> Tensor | VariableRows:
     """Concatenate rows of one field."""
     variable = [part for part in parts if isinstance(part, VariableRows)]
     if not variable:
@@ -387,6 +399,7 @@ def rows_in_memory(field: Field, rows: Sequence[Tensor]) -> VariableRows:
 
 
 def _contiguous_rows(field: Field, items: Tensor, sizes: Integers) -> VariableRows:
+    """Return rows whose items are consecutive in memory that only they use."""
     starts = starts_of(sizes.prod(axis=1))
     return VariableRows(field, items, starts, sizes, largest(sizes), is_contiguous=True)
 

@@ -32,7 +32,7 @@ class Residency(str, Enum):
     #: The files, read in their order: two blocks of rows are in host memory.
     STREAM = "stream"
 
-    def memory(self, device: torch.device) -> torch.device | None:
+    def budget_device(self, device: torch.device) -> torch.device | None:
         """Return the device whose budget the shards of a data device are charged to, or None."""
         return {Residency.DEVICE: device, Residency.HOST: _CPU}.get(self)
 
@@ -41,10 +41,10 @@ _CPU = torch.device("cpu")
 _RESIDENCIES = ("auto", *(residency.value for residency in Residency))
 
 
-def divide(split: str, rows: Rows, num_shards: int, topology: DataTopology) -> Pool:
-    """Divide the rows of a split into ``num_shards`` shards, rounded up for the data devices."""
+def make_pool(split: str, rows: Rows, num_shards: int, topology: DataTopology) -> Pool:
+    """Divide rows into shards: ``num_shards``, rounded up to a multiple of the data devices."""
     num_rows = rows.num_rows
-    num_devices = topology.num_data_devices
+    num_devices = topology.num_global_data_devices
     if num_rows < num_devices:
         raise PlacementError(
             f"the {split} split has {num_rows} rows, fewer than the {num_devices} data devices: use"
@@ -75,7 +75,7 @@ class SplitShards:
         cls, order: Sampler, store: Manifest, topology: DataTopology, block_bytes: int = 0
     ) -> "SplitShards":
         """Measure the shards of a split of a store. Their residency is still to be planned."""
-        shard_bytes = measure_shards(store, order.pool, topology.num_data_devices)
+        shard_bytes = measure_shards(store, order.pool, topology.num_global_data_devices)
         return cls(order, tuple(shard_bytes.tolist()), block_bytes)
 
     @property
@@ -88,7 +88,7 @@ class SplitShards:
         """Whether rows are read block by block."""
         return Residency.STREAM in self.residencies
 
-    def held(self, topology: DataTopology, split: str = "") -> Iterator["HeldShards"]:
+    def group_by_device(self, topology: DataTopology, split: str = "") -> Iterator["HeldShards"]:
         """Yield the shards that this process holds, by data device and residency."""
         groups = defaultdict[tuple[int, Residency], list[int]](list)
         for shard, residency in enumerate(self.residencies):
@@ -133,10 +133,10 @@ class Placement:
     splits: Mapping[str, SplitShards]
     budget_bytes: Mapping[torch.device, int] = field(default_factory=dict)
 
-    def held(self) -> list[HeldShards]:
+    def held_shards(self) -> list[HeldShards]:
         """Return the shards that this process holds, by data device, split and residency."""
-        by_split = [shards.held(self.topology, name) for name, shards in self.splits.items()]
-        return sorted(chain.from_iterable(by_split), key=lambda held: held.device_index)
+        groups = (s.group_by_device(self.topology, name) for name, s in self.splits.items())
+        return sorted(chain.from_iterable(groups), key=lambda held: held.device_index)
 
 
 def check_residency(residency: str) -> None:
@@ -160,14 +160,18 @@ def plan_placement(
     Raises:
         PlacementError: A residency other than ``auto`` doesn't fit into a budget.
     """
-    used: dict[torch.device, int] = defaultdict(int)
-    placed = {
-        name: replace(shards, residencies=_choose(shards, topology, residency, budget_bytes, used))
-        for name, shards in splits.items()
-    }
+    free_bytes = dict(budget_bytes)
+    placed = dict[str, SplitShards]()
+    for name, shards in splits.items():
+        residencies = _choose_residencies(shards, topology, residency, free_bytes)
+        placed[name] = replace(shards, residencies=residencies)
+        for held in placed[name].group_by_device(topology):
+            if (budget_device := held.residency.budget_device(held.device)) is not None:
+                free_bytes[budget_device] -= held.num_bytes
     if residency == Residency.STREAM.value:
         _check_blocks(placed, budget_bytes[_CPU])
-    for device, needed in used.items():
+    for device, free in free_bytes.items():
+        needed = budget_bytes[device] - free
         if needed > budget_bytes[device]:
             alternative = (
                 "residency='mmap', which leaves them in the files"
@@ -182,14 +186,14 @@ def plan_placement(
     return Placement(topology, placed, dict(budget_bytes))
 
 
-def _choose(
+def _choose_residencies(
     shards: SplitShards,
     topology: DataTopology,
     residency: str,
-    budget_bytes: Mapping[torch.device, int],
-    used: dict[torch.device, int],
+    free_bytes: Mapping[torch.device, int],
 ) -> tuple[Residency | None, ...]:
-    """Choose the residency of each shard of a split, and add its bytes to the memory in use."""
+    """Choose the residency of each shard of a split, within the free bytes of each device."""
+    remaining = dict(free_bytes)
     residencies = list[Residency | None]()
     for shard, num_bytes in enumerate(shards.shard_bytes):
         owner = topology.owner(shard)
@@ -204,11 +208,11 @@ def _choose(
         else:
             choices = [Residency.DEVICE, Residency.HOST, Residency.MMAP]
         for choice in choices:
-            memory = choice.memory(device)
-            if memory is None or used[memory] + num_bytes <= budget_bytes[memory]:
+            budget_device = choice.budget_device(device)
+            if budget_device is None or num_bytes <= remaining[budget_device]:
                 break
-        if memory is not None:
-            used[memory] += num_bytes
+        if budget_device is not None:
+            remaining[budget_device] -= num_bytes
         residencies.append(choice)
     return tuple(residencies)
 
@@ -244,8 +248,8 @@ def placement_table(placement: Placement) -> Table:
     is_streamed = any(shards.is_streamed for shards in placement.splits.values())
     for name in ["shards", "rows", "bytes", "budget", *["in host memory"] * is_streamed]:
         table.add_column(name, justify="right")
-    for held in placement.held():
-        memory = held.residency.memory(held.device)
+    for held in placement.held_shards():
+        budget_device = held.residency.budget_device(held.device)
         split = placement.splits[held.split]
         cells = [
             held.device_name,
@@ -254,7 +258,7 @@ def placement_table(placement: Placement) -> Table:
             str(len(held.shards)),
             f"{held.num_rows:,}",
             format_bytes(held.num_bytes),
-            "-" if memory is None else format_bytes(placement.budget_bytes[memory]),
+            "-" if budget_device is None else format_bytes(placement.budget_bytes[budget_device]),
         ]
         if split.is_streamed:
             num_held = len(split.residencies) - split.residencies.count(None)

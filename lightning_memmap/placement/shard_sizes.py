@@ -11,13 +11,13 @@ from lightning_memmap.store.joined import JoinedManifest
 from lightning_memmap.store.manifest import Manifest
 
 
-def measure_shards(store: Manifest, pool: Pool, num_data_devices: int) -> Integers:
+def measure_shards(store: Manifest, pool: Pool, num_global_data_devices: int) -> Integers:
     """Return the bytes of each shard of a pool, int64 of shape (C,).
 
     They are estimated by the mean row if the pool doesn't have the shards of the store.
     """
     if isinstance(pool.rows, WindowedRows):
-        return _measure_windows(store, pool, pool.rows, num_data_devices)
+        return _measure_windows(store, pool, pool.rows, num_global_data_devices)
     if isinstance(store, JoinedManifest):
         sizes = np.zeros(pool.num_shards, np.int64)
         for shard in range(pool.num_shards):
@@ -41,7 +41,7 @@ def _are_stored(pool: Pool, shards: Shards) -> bool:
 
 
 def _measure_windows(
-    store: Manifest, pool: Pool, windows: WindowedRows, num_data_devices: int
+    store: Manifest, pool: Pool, windows: WindowedRows, num_global_data_devices: int
 ) -> Integers:
     """Return the bytes of each shard of windows over series, int64 of shape (C,)."""
     step_bytes = 0
@@ -62,6 +62,6 @@ def _measure_windows(
     if pool.is_striped:
         # In dataset order each shard has windows of all series, and the shards of a device share
         # them.
-        total = held_bytes(range(count)) * num_data_devices
+        total = held_bytes(range(count)) * num_global_data_devices
         return np.full(count, ceil_div(total, count), np.int64)
     return np.array([held_bytes([shard]) for shard in range(count)], np.int64)

@@ -25,7 +25,7 @@ class DataTopology:
         data_devices: The data devices of this process. A device listed several times counts as
             several logical data devices.
         rank: Data-parallel rank of this process.
-        size: Data-parallel size.
+        data_parallel_size: Number of data-parallel ranks.
         assemble_on: The device that receives the super-batch; None if the batches of the data
             devices stay apart.
         num_local_processes: Processes that share the host memory of this machine.
@@ -34,7 +34,7 @@ class DataTopology:
 
     data_devices: tuple[torch.device, ...]
     rank: int = 0
-    size: int = 1
+    data_parallel_size: int = 1
     assemble_on: torch.device | None = None
     num_local_processes: int = 1
     processes_per_device: int = 1
@@ -44,19 +44,19 @@ class DataTopology:
             raise ValueError("data_devices=(): at least one device must hold the data")
 
     @property
-    def num_data_devices(self) -> int:
+    def num_global_data_devices(self) -> int:
         """Data devices of all processes, ``W``."""
-        return self.size * len(self.data_devices)
+        return self.data_parallel_size * len(self.data_devices)
 
-    def held(self, num_shards: int) -> range:
+    def shards_of_process(self, num_shards: int) -> range:
         """Return which of ``num_shards`` shards this process owns."""
-        return range(self.rank, num_shards, self.size)
+        return range(self.rank, num_shards, self.data_parallel_size)
 
     def owner(self, shard: int) -> int | None:
         """Return the index of the data device of this process that owns a shard, or None."""
-        if shard % self.size != self.rank:
+        if shard % self.data_parallel_size != self.rank:
             return None
-        return shard // self.size % len(self.data_devices)
+        return shard // self.data_parallel_size % len(self.data_devices)
 
 
 def find_topology(strategy: Any) -> DataTopology:

@@ -131,7 +131,7 @@ class DataParallelStrategy(OneProcess):
             part = run_transfer_hook(self.module, part, dataloader_idx)
             batches.append(super().batch_to_device(part, part_device, dataloader_idx))
         return ReplicaBatches.of_devices(
-            batches, batch.num_rows, batch.first, self.root_device, batch.weight.by_row
+            batches, batch.num_rows, batch.first_device, self.root_device, batch.weight.by_row
         )
 
     def _step(

@@ -45,7 +45,7 @@ def test_table_of_predictions_and_rows_command_have_the_same_numbers(
     assert [int(found[place]["row"]) for place in range(len(found))] == rows
     data.trainer = None
     set_up(data, "fit")
-    order = data.train_sampler(open_store(data.store_path("train")))
+    order = data.make_train_order(open_store(data.store_path("train")))
     for step, batch in enumerate(data.train_dataloader()):
         shown = describe_step(data, order, find_topology(None), 0, step)
         assert shown["rows"] == batch["row_number"].tolist()

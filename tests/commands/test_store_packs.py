@@ -31,7 +31,7 @@ def test_rows_of_a_step_are_the_documents_of_its_packs(
     data: MemmapDataModule, devices: int
 ) -> None:
     topology = DataTopology((CPU,) * devices)
-    order = data.train_sampler(data.open_train_store(), topology)
+    order = data.make_train_order(data.open_train_store(), topology)
     seen = []
     for step in range(-(-order.num_positions // (2 * devices))):
         found = describe_step(data, order, topology, 1, step)
@@ -46,7 +46,7 @@ def test_rows_of_a_step_are_the_documents_of_its_packs(
 
 def test_rows_are_found_in_the_steps_of_their_packs(data: MemmapDataModule) -> None:
     topology = DataTopology((CPU,))
-    order = data.train_sampler(data.open_train_store(), topology)
+    order = data.make_train_order(data.open_train_store(), topology)
     for row in (0, 57, 119):
         (step,) = find_steps(data, order, topology, 0, [str(row)])
         assert row in describe_step(data, order, topology, 0, step)["rows"]

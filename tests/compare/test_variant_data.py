@@ -165,7 +165,7 @@ def test_variants_have_the_same_rows_in_any_order(
     data = comparable_datamodule(MemmapDataModule(bare, **options))
     assert prepare_store(data, DEVICES, STEPS)[1] == expected
     store = data.open_train_store()
-    assert isinstance(plain_rows(data, store, data.train_sampler(store).pool.rows), StoredRows)
+    assert isinstance(plain_rows(data, store, data.make_train_order(store).pool.rows), StoredRows)
 
 
 def test_run_leaves_the_data_module_of_the_user_as_it_was(tmp_path: Path) -> None:

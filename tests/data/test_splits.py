@@ -283,7 +283,7 @@ def test_random_split_trains_and_validates_on_one_store(tmp_path: Path, residenc
     assert sum(row % 10 == 0 for row in validated) in (1, 2)
     assert [each.name for each in (tmp_path / "stores").iterdir() if each.is_dir()] == ["train"]
     assert data.placement is not None
-    held = {held.split: (held.num_rows, held.num_bytes) for held in data.placement.held()}
+    held = {held.split: (held.num_rows, held.num_bytes) for held in data.placement.held_shards()}
     row_bytes = data.stores["train"].manifest.row_bytes
     assert held == {"train": (72, 72 * row_bytes), "val": (18, 18 * row_bytes)}
     data.teardown()
@@ -470,7 +470,7 @@ def test_rows_without_none_are_weighted(tmp_path: Path) -> None:
 
 def test_order_of_a_data_module_needs_no_set_up(tmp_path: Path) -> None:
     data = labelled(tmp_path, subset=RandomSplit(30))
-    order = make_data(tmp_path, subset=RandomSplit(30)).train_sampler(
+    order = make_data(tmp_path, subset=RandomSplit(30)).make_train_order(
         data.stores["train"], DataTopology((torch.device("cpu"),) * 2)
     )
     assert order == data.order

@@ -41,7 +41,7 @@ def test_shards_are_as_many_as_the_rows_that_are_trained_on_ask_for(
     for devices in (8, num_shards // 2):
         data = MemmapDataModule(**make(), store_dir=tmp_path, batch_size=192 // devices)
         data.prepare_data()
-        order = data.train_sampler(data.open_train_store(), cpus(devices))
+        order = data.make_train_order(data.open_train_store(), cpus(devices))
         assert order.num_shards == num_shards
         found.append(order.dataset_rows(1, range(order.num_positions)).tolist())
         assert found[-1] != order.dataset_rows(2, range(order.num_positions)).tolist()
@@ -54,6 +54,6 @@ def test_rows_in_dataset_order_are_striped_again_without_a_word(tmp_path: Path) 
     data.prepare_data()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        order = data.train_sampler(data.open_train_store(), cpus(5))
+        order = data.make_train_order(data.open_train_store(), cpus(5))
     assert order.num_shards == 25
     assert order.dataset_rows(0, range(480)).tolist() == list(range(480))

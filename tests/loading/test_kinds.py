@@ -111,7 +111,7 @@ def make(
     if residency != "mixed":
         return make_loader(store, residency=residency, decode=decode, **options)
     topology = DataTopology((CPU,) * options.pop("num_devices"), options.pop("rank", 0))
-    shards = striping(12, topology.num_data_devices)
+    shards = striping(12, topology.num_global_data_devices)
     kinds = Residency.DEVICE, Residency.MMAP, Residency.HOST
     where = tuple(kinds[shard % 5 % 3] for shard in range(shards))
     split = split_with(store, topology, where, options.pop("subset", None), None, decode)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_memmap.errors import PlacementError
 from lightning_memmap.loading.memory import SlotMap
-from lightning_memmap.loading.split import largest_block_bytes
-from lightning_memmap.loading.stream import LOOKUP_BYTES, Stream, StreamMemory, largest_block
+from lightning_memmap.loading.split import max_block_bytes
+from lightning_memmap.loading.stream import LOOKUP_BYTES, Stream, StreamMemory, max_block_items
 from lightning_memmap.placement.plan import plan_placement
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import Pool, ShuffledSampler
@@ -80,7 +80,7 @@ class TestMemory:
         held = list(range(0, num_shards, 2))
         places = SlotMap(pool, pool.file_starts)
         sampler, found = ShuffledSampler(pool, seed, window), [0]
-        most = largest_block(rows, places, held, Blocks(sampler))
+        most = max_block_items(rows, places, held, Blocks(sampler))
         for epoch in range(4):
             for number in range(-(-pool.longest // window)):
                 runs = sampler.block_runs(epoch, number) or []
@@ -104,16 +104,16 @@ class TestMemory:
         column = store.column("x")
         assert isinstance(column, ItemRows)
         windows = Blocks(ShuffledSampler(pool, 0, 100))
-        largest = largest_block(column, SlotMap.in_store(store, pool), range(4), windows)
+        largest = max_block_items(column, SlotMap.in_store(store, pool), range(4), windows)
         assert 19 * 2**16 < largest < 20 * 2**16
         split = make_split(store, residency="stream", window=100)
         (source,) = split.sources
         assert isinstance(source, Stream)
-        assert StreamMemory(source).ragged[0][1].memory[0].nbytes == largest
+        assert StreamMemory(source).variable[0][1].memory[0].nbytes == largest
         topology = DataTopology((CPU,) * 2)
 
         def plan(window: int) -> int:
-            measure = partial(largest_block_bytes, store)
+            measure = partial(max_block_bytes, store)
             size = size_of(store.manifest, topology, window=window, measure=measure)
             plan_placement({"train": size}, topology, "stream", budget_bytes={CPU: 2_530_000})
             return size.block_bytes
@@ -130,6 +130,6 @@ class TestMemory:
         store = numbered_store(97, 24)
         subset = StridedRows(0, 2) if is_looked_up else None
         order = ShuffledSampler(Pool.of(chosen_of(store, subset), 24), 0, 2)
-        found = largest_block_bytes(store, Blocks(order), range(24))
+        found = max_block_bytes(store, Blocks(order), range(24))
         row_bytes = store.manifest.row_bytes + is_looked_up * LOOKUP_BYTES
         assert found == 24 * 2 * row_bytes

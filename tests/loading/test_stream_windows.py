@@ -16,8 +16,8 @@ from lightning_memmap.loading import row_file
 from lightning_memmap.loading.stream import (
     Stream,
     StreamMemory,
-    largest_block_steps,
-    located_steps,
+    locate_block_windows,
+    max_block_time_steps,
 )
 from lightning_memmap.sampling import Pool, Sampler, SequentialSampler, ShuffledSampler
 from lightning_memmap.sampling.identity import FrozenArray
@@ -57,12 +57,12 @@ def test_stretches_have_the_windows_of_a_run_and_no_window_more_steps_than_the_l
         order = ShuffledSampler(pool, seed, rows)
     windows, line = Blocks(order), pool.rows
     assert isinstance(line, WindowedRows)
-    most = largest_block_steps(held, windows)
+    most = max_block_time_steps(held, windows)
     series: Any = SimpleNamespace(
         windows=line, shifts=np.zeros(len(line.windows_per_series), np.int64)
     )
     for number in range(len(windows)):
-        begins, lengths = located_steps(series, np.array(held), windows, 1, number)
+        begins, lengths = locate_block_windows(series, np.array(held), windows, 1, number)
         firsts, counts = begins // line.stride, (lengths[:, 0] - line.length) // line.stride + 1
         found = [*chain(*(range(a, a + n) for a, n in zip(firsts, counts, strict=True)))]
         wanted = pool.file_rows(windows.index(1, number, np.array(held))).tolist()

@@ -11,7 +11,7 @@ from lightning_memmap.loading.fetch import Fetcher
 from lightning_memmap.loading.memory import SeriesSlots, SlotMap, copy_rows
 from lightning_memmap.loading.row_source import Steps
 from lightning_memmap.loading.split import SplitRows
-from lightning_memmap.loading.stream import Stream, runs_of
+from lightning_memmap.loading.stream import Stream, merge_into_runs
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import Pool, SequentialSampler
 from lightning_memmap.sampling.identity import FrozenArray
@@ -78,9 +78,9 @@ def test_block_is_read_into_one_buffer(tmp_path: Path) -> None:
     stream = Stream(
         split_columns(store), [None], SlotMap.in_store(store, pool), 7, held=[0, 2], blocks=blocks
     )
-    starts, stops = runs_of(stream.locate_block(blocks, 0, 0))
+    starts, stops = merge_into_runs(stream.locate_block(blocks, 0, 0))
     assert list(zip(starts.tolist(), stops.tolist(), strict=True)) == [(0, 2), (5, 7)]
-    starts, stops = runs_of(stream.locate_block(blocks, 0, 1))
+    starts, stops = merge_into_runs(stream.locate_block(blocks, 0, 1))
     assert list(zip(starts.tolist(), stops.tolist(), strict=True)) == [(2, 3)]
     slots = stream.locate(order, 0, range(7))
     assert slots[[0, 2, 3, 5, 6]].tolist() == [0, 5, 1, 6, 2 + 1 * 7]

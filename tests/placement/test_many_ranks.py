@@ -37,7 +37,7 @@ def order_of(kind: str, pool: Pool) -> Sampler:
 def test_set_up_of_a_rank_is_small(kind: str) -> None:
     tracemalloc.start()
     try:
-        topology = DataTopology((CPU,), rank=511, size=RANKS)
+        topology = DataTopology((CPU,), rank=511, data_parallel_size=RANKS)
         size = size_of(ManyRows(), topology)
         placement = plan_placement({"train": size}, topology, "mmap", budget_bytes={CPU: 0})
         sampler = order_of(kind, size.pool)

@@ -89,7 +89,9 @@ def test_ranks_of_two_nodes_have_the_global_batches_of_one_process(
             strategy.set_world_ranks()
             topology = find_topology(strategy)
             loaders.append(
-                make_loader(store, 1, 4, rank=topology.rank, size=topology.size, shuffle=True)
+                make_loader(
+                    store, 1, 4, rank=topology.rank, size=topology.data_parallel_size, shuffle=True
+                )
             )
     steps = [
         sorted(joined(parts))

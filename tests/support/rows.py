@@ -17,13 +17,13 @@ from lightning_memmap.integers import Integers
 from lightning_memmap.loading import row_file
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.row_file import RowFile
-from lightning_memmap.loading.split import SplitRows, largest_block_bytes, load_split
+from lightning_memmap.loading.split import SplitRows, load_split, max_block_bytes
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.variable_batch import LayoutCollate
 from lightning_memmap.placement.plan import (
     Residency,
     SplitShards,
-    divide,
+    make_pool,
     plan_placement,
 )
 from lightning_memmap.placement.topology import DataTopology
@@ -113,12 +113,12 @@ def size_of(
 ) -> SplitShards:
     """The size of a split of a store, in dataset order unless it is said otherwise."""
     rows = StoreRows(Shards(store.num_rows, store.num_shards)) if rows is None else rows
-    pool = divide(split, rows, store.num_shards, topology)
+    pool = make_pool(split, rows, store.num_shards, topology)
     stored = rows.series if isinstance(rows, WindowedRows) else rows
     row_bytes = store.row_bytes * stored.num_rows / rows.num_rows
     window = window or default_block(pool.num_shards, row_bytes)
     made = order(pool, window) if order else SequentialSampler(pool, shuffle_block=window)
-    held = topology.held(pool.num_shards)
+    held = topology.shards_of_process(pool.num_shards)
     return SplitShards.of(made, store, topology, measure(Blocks(made), held) if measure else 0)
 
 
@@ -389,7 +389,7 @@ def make_window_loader(
     def order(pool: Pool, rows: int) -> Sampler:
         is_whole = window is None and residency != "stream"
         if factory is not None:
-            pool = replace(pool, global_batch=batch_size * topology.num_data_devices)
+            pool = replace(pool, global_batch=batch_size * topology.num_global_data_devices)
             fields = make_fields(store, pool.rows)
             return sampler_factory.make_sampler(
                 factory, pool, 5, fields, None if is_whole else rows
@@ -401,7 +401,7 @@ def make_window_loader(
 
     topology = DataTopology((CPU,) * num_devices, rank, size)
     chosen = windowed(store, chosen_of(store, subset), windows)
-    measure = partial(largest_block_bytes, store) if residency == "stream" else None
+    measure = partial(max_block_bytes, store) if residency == "stream" else None
     sized = size_of(store.manifest, topology, chosen, window, order, measure)
     placement = plan_placement({"train": sized}, topology, residency, budget_bytes={CPU: memory})
     rows = load_split(store, topology, placement.splits["train"])

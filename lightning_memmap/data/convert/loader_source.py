@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from lightning_memmap._compat.modules import copy_hyperparameters
 from lightning_memmap.data.convert.loader_facts import LoaderFacts, LoaderTree
 from lightning_memmap.data.options import DataOptions
-from lightning_memmap.data.splits import SPLITS_OF_STAGE
+from lightning_memmap.data.splits import ROLES_OF_STAGE
 from lightning_memmap.errors import with_article
 from lightning_memmap.sampling.selection import Subset
 
@@ -72,18 +72,18 @@ class LoaderSource:
         """Whether any loaders were read."""
         return bool(self._trees)
 
-    def has(self, kind: str) -> bool:
+    def has(self, role: str) -> bool:
         """Return whether the data module that reads these loaders has a split itself.
 
         Each of several training loaders has its own data module.
         """
-        is_separate = kind == "train" and self.training_sets is not None
-        return self._has_loader(kind) and not is_separate
+        is_separate = role == "train" and self.training_sets is not None
+        return self._has_loader(role) and not is_separate
 
-    def _has_loader(self, kind: str) -> bool:
+    def _has_loader(self, role: str) -> bool:
         """Return whether a split has a loader, or a dataset that replaces its loaders."""
-        is_chosen = f"{kind}_dataset" in self._chosen
-        return is_chosen or bool(self._trees.get(kind, LoaderTree()).facts)
+        is_chosen = f"{role}_dataset" in self._chosen
+        return is_chosen or bool(self._trees.get(role, LoaderTree()).facts)
 
     @property
     def training_sets(self) -> LoaderTree | None:
@@ -102,9 +102,9 @@ class LoaderSource:
             by_key[key] = {name: options[name] for name in options.keys() - self._chosen}
         return by_key
 
-    def combine(self, kind: str, loaders: Any) -> Any:
+    def combine(self, role: str, loaders: Any) -> Any:
         """Return evaluation loaders, combined like the loaders of the source."""
-        tree = self._trees.get(kind)
+        tree = self._trees.get(role)
         if tree is None or tree.combined is None:
             return loaders
         several = [*loaders.values()] if isinstance(loaders, dict) else loaders
@@ -141,32 +141,32 @@ class LoaderSource:
                 self._stages_ready.discard(name)
                 continue
             self.datamodule.setup(name)
-            for kind in SPLITS_OF_STAGE[name]:
-                self._read_split(kind)
-            if stage is not None and not self._has_loader(kind := SPLITS_OF_STAGE[stage][0]):
+            for role in ROLES_OF_STAGE[name]:
+                self._read_split(role)
+            if stage is not None and not self._has_loader(role := ROLES_OF_STAGE[stage][0]):
                 raise ValueError(
                     f"stage={getattr(stage, 'value', stage)!r}: {type(self.datamodule).__name__}"
-                    f" defines no {kind}_dataloader, or it returned no loader: define it, or run"
+                    f" defines no {role}_dataloader, or it returned no loader: define it, or run"
                     " another stage"
                 )
             if in_advance:
                 self._stages_ready.add(name)
         return self._apply(options)
 
-    def read_again(self, options: DataOptions, kind: str) -> DataOptions:
+    def read_again(self, options: DataOptions, role: str) -> DataOptions:
         """Read the loaders of a split again, for ``reload_dataloaders_every_n_epochs``.
 
         Raises:
             ValueError: Their rows differ from the rows that are set up.
         """
-        before = self._trees.get(kind, LoaderTree()).facts
-        self._read_split(kind)
-        after = self._trees.get(kind, LoaderTree()).facts
+        before = self._trees.get(role, LoaderTree()).facts
+        self._read_split(role)
+        after = self._trees.get(role, LoaderTree()).facts
         if before.keys() != after.keys() or not all(
             before[key].has_rows_of(after[key]) for key in after
         ):
             raise ValueError(
-                f"reload_dataloaders_every_n_epochs: {kind}_dataloader returned loaders whose rows"
+                f"reload_dataloaders_every_n_epochs: {role}_dataloader returned loaders whose rows"
                 " differ from those that are set up: create datasets and subsets in setup(). Batch"
                 " sizes, drop_last and samplers of all rows may change"
             )
@@ -188,32 +188,32 @@ class LoaderSource:
             return [stage]
         defined = [
             name
-            for name, kind in _STAGES.items()
-            if f"{kind}_dataset" not in self._chosen and self._is_overridden(f"{kind}_dataloader")
+            for name, role in _STAGES.items()
+            if f"{role}_dataset" not in self._chosen and self._is_overridden(f"{role}_dataloader")
         ]
         return defined or ["fit"]
 
     def _is_overridden(self, method: str) -> bool:
         return is_overridden(method, self.datamodule, L.LightningDataModule)
 
-    def _read_split(self, kind: str) -> None:
-        if f"{kind}_dataset" in self._chosen:
+    def _read_split(self, role: str) -> None:
+        if f"{role}_dataset" in self._chosen:
             return
-        method = f"{kind}_dataloader"
+        method = f"{role}_dataloader"
         loaders = getattr(self.datamodule, method)() if self._is_overridden(method) else None
-        self._trees[kind] = LoaderTree.read(method, loaders, kind == "train", self._chosen)
+        self._trees[role] = LoaderTree.read(method, loaders, role == "train", self._chosen)
 
     def _options(self) -> dict[str, Any]:
         """Return the options that all loaders read so far stand for."""
         options = dict[str, Any]()
         eval_batch_sizes = dict[str, int]()
         subsets = dict[str, Subset]()
-        for kind, tree in self._trees.items():
-            is_separate = kind == "train" and tree.has_several
-            options[f"{kind}_dataset"] = tree.datasets if tree.facts and not is_separate else None
+        for role, tree in self._trees.items():
+            is_separate = role == "train" and tree.has_several
+            options[f"{role}_dataset"] = tree.datasets if tree.facts and not is_separate else None
             for key, loader in tree.facts.items():
-                split = f"{kind}/{key}" if tree.has_several else kind
-                if kind != "train":
+                split = f"{role}/{key}" if tree.has_several else role
+                if role != "train":
                     eval_batch_sizes[split] = loader.batch_size
                 elif not is_separate:
                     options |= _training_options(loader)

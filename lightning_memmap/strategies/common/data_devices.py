@@ -56,15 +56,16 @@ class DataDevices(SeededSteps):
             dataloader = dataloader.loader
         if isinstance(dataloader, SuperBatchLoader):
             topology = self.data_topology
-            expected = dataloader.batch_size * topology.num_data_devices
+            num_devices = topology.num_global_data_devices
+            expected = dataloader.batch_size * num_devices
             if dataloader.global_batch != expected:
                 rank_zero_warn(
                     f"this loader, made without the Trainer, has {dataloader.global_batch} rows per"
-                    f" step, but {self.strategy_name} with {topology.num_data_devices} data devices"
-                    f" should have {expected}: pass datamodule= to the Trainer instead"
+                    f" step, but {self.strategy_name} with {num_devices} data devices should have"
+                    f" {expected}: pass datamodule= to the Trainer instead"
                 )
             if dataloader.device is None:
-                dataloader = dataloader.placed(topology)
+                dataloader = dataloader.on_device_of(topology)
         return super().process_dataloader(dataloader)
 
     @override

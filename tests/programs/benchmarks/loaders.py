@@ -7,7 +7,7 @@ import torch
 
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.split import load_split
-from lightning_memmap.placement.plan import SplitShards, divide, plan_placement
+from lightning_memmap.placement.plan import SplitShards, make_pool, plan_placement
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import ShuffledSampler
 from lightning_memmap.sampling.schedule import default_block
@@ -38,7 +38,7 @@ def make_loader(
     """
     topology = DataTopology(tuple(devices))
     chosen = windowed(store, store.rows(), windows)
-    pool = divide("train", chosen, store.num_shards, topology)
+    pool = make_pool("train", chosen, store.num_shards, topology)
     if window is None and residency == "stream":
         row_bytes = store.manifest.row_bytes * store.num_rows / chosen.num_rows
         window = default_block(pool.num_shards, row_bytes)

@@ -23,7 +23,7 @@ from timing import CLOCKS, in_turn, machine, spread
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.split import load_split
 from lightning_memmap.loading.variable_batch import LayoutCollate
-from lightning_memmap.placement.plan import SplitShards, divide, plan_placement
+from lightning_memmap.placement.plan import SplitShards, make_pool, plan_placement
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import (
     Mixture,
@@ -56,7 +56,7 @@ def make_loader(
     topology = DataTopology((CPU,), assemble_on=CPU)
     subset = None if split is None else split.subset("train", 0, store)
     rows = windowed(store, store.rows(subset), windows)
-    pool = divide("train", rows, store.num_shards, topology)
+    pool = make_pool("train", rows, store.num_shards, topology)
     size = SplitShards.of(order(pool), store.manifest, topology)
     placement = plan_placement({"train": size}, topology, "mmap", budget_bytes={CPU: 2**40})
     held = load_split(store, topology, placement.splits["train"])

@@ -424,8 +424,8 @@ _LOADING = [
     Fault(
         "loading/loader.py",
         "a process serves the positions of another one after an uneven step",
-        "strided(start, stop, self._topology.rank, self._topology.size)",
-        "range(start + self._topology.rank, stop, self._topology.size)",
+        "strided(start, stop, topology.rank, topology.data_parallel_size)",
+        "range(start + topology.rank, stop, topology.data_parallel_size)",
         (
             "tests/loading/test_loader.py::TestResume::test_each_process_continues_with_its_own_positions",
         ),
@@ -433,8 +433,8 @@ _LOADING = [
     Fault(
         "loading/loader.py",
         "skipped steps are delivered",
-        "return replace(self._whole_epoch, start=start, skipped=skipped)",
-        "return replace(self._whole_epoch, start=start)",
+        "return replace(self._whole_epoch, start=position, skipped=skipped)",
+        "return replace(self._whole_epoch, start=position)",
         (
             "tests/contract/resume/test_skipped_steps.py::test_other_steps_have_the_rows_that_they_would_have_had",
         ),
@@ -442,22 +442,22 @@ _LOADING = [
     Fault(
         "loading/loader.py",
         "an epoch is resumed in another order of rows",
-        "difference = difference or difference_of(saved.sampler, now.sampler)",
-        "pass",
+        "(difference := difference_of(saved, now))",
+        "(difference := None)",
         ("tests/loading/test_state.py::test_state_of_another_order_is_refused_inside_its_epoch",),
     ),
     Fault(
         "loading/loader.py",
         "each step begins with the same data device",
-        "first = (first + num_rows) % len(devices)",
-        "first = fetched.first",
+        "first_device = (first_device + num_rows) % len(devices)",
+        "first_device = fetched.first_receiver",
         ("tests/loading/test_loader.py::TestRows::test_epoch_over_all_processes_is_the_stream",),
     ),
     Fault(
         "loading/progress.py",
         "steps that were fetched ahead count as trained",
-        "state = state_after(start, num_steps - num_untrained)",
-        "state = state_after(start, num_steps)",
+        "state = state_after(start_state, num_steps - num_untrained)",
+        "state = state_after(start_state, num_steps)",
         (
             "tests/contract/resume/test_interrupts.py::test_step_that_is_interrupted_is_resumed_with_what_the_weights_lack",
         ),
@@ -571,10 +571,10 @@ _ROW_RANDOM = [
         ),
     ),
     Fault(
-        "loading/super_batch.py",
+        "loading/nested.py",
         "the rows of a data device get the numbers of other rows",
-        "rows = slice((index - first) % len(devices), None, len(devices))",
-        "rows = slice(index, None, len(devices))",
+        "return slice((index - first_device) % num_devices, None, num_devices)",
+        "return slice(index, None, num_devices)",
         (
             "tests/loading/test_row_random_loader.py::TestOneNumberForEachRow::test_noise_does_not_depend_on_devices_or_order",
         ),
@@ -591,7 +591,7 @@ _PLACEMENT = [
     Fault(
         "placement/topology.py",
         "the owner of a shard ignores the number of processes",
-        "return shard // self.size % len(self.data_devices)",
+        "return shard // self.data_parallel_size % len(self.data_devices)",
         "return shard % len(self.data_devices)",
         ("tests/placement/test_topology.py::TestTopology::test_owner_over_all_ranks_is_one",),
     ),
@@ -607,8 +607,8 @@ _PLACEMENT = [
     Fault(
         "placement/plan.py",
         "the budget of a device ignores the shards placed before",
-        "used[memory] += num_bytes",
-        "used[memory] = num_bytes",
+        "free_bytes[budget_device] -= held.num_bytes",
+        "free_bytes[budget_device] = budget_bytes[budget_device] - held.num_bytes",
         ("tests/placement/test_plan.py::test_plan_puts_shards_where_there_is_room",),
     ),
     Fault(
@@ -672,7 +672,7 @@ _DATA = [
     Fault(
         "data/options.py",
         "the batch size of a split is not that of its datasets",
-        'sizes.get(split, sizes.get(split.partition("/")[0], self.batch_size))',
+        "sizes.get(split, sizes.get(SplitName.parse(split).role, self.batch_size))",
         "sizes.get(split, self.batch_size)",
         ("tests/data/test_options.py::test_batch_size_of_a_split_is_that_of_its_datasets",),
     ),

@@ -77,7 +77,7 @@ def test_shards_of_a_stage_have_the_memory_of_the_stage_before(tmp_path: Path) -
     for stage in (trainer.fit, trainer.test):
         stage(Sum(), datamodule=data)
         assert data.placement is not None
-        found += [{held.residency.value for held in data.placement.held()}]
+        found += [{held.residency.value for held in data.placement.held_shards()}]
     assert found == [{"device"}, {"device"}]
     del ballast
 
