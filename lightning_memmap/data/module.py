@@ -45,13 +45,7 @@ from lightning_memmap.data.set_up import (
     warn_of_slow_reads,
 )
 from lightning_memmap.data.split_stores import SplitStores, StoreOrigin
-from lightning_memmap.data.splits import (
-    ROLES,
-    ROLES_OF_STAGE,
-    SplitName,
-    has_several,
-    name_datasets,
-)
+from lightning_memmap.data.splits import ROLES, ROLES_OF_STAGE, has_several, name_datasets
 from lightning_memmap.errors import nearest
 from lightning_memmap.loading.batches import BatchLoader
 from lightning_memmap.loading.loader import SuperBatchLoader
@@ -615,10 +609,8 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         stores.check_options()
         specs, growing = stores.needed_builds(self._splits(), self._background_builds)
         if growing:
-            find_first_rows = self._planner.find_first_rows
-            self._background_builds.append(
-                BackgroundBuild(growing, self.num_workers, find_first_rows)
-            )
+            build = BackgroundBuild(growing, self.num_workers, self._planner.find_first_rows)
+            self._background_builds.append(build)
         stores.build(specs)
 
     def setup(self, stage: str | None = None) -> None:
@@ -661,7 +653,8 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
     def _reset(self) -> None:
         """Free the rows of the last set-up, and forget the state of the last fit."""
         # Not teardown(), because a subclass may have overridden it.
-        self._release_rows()
+        if self._set_up is not None:
+            self._set_up.release()
         # They belong to a fit that ended before it requested its loader.
         self._resume = None
         self._skipped = SkippedSteps()
@@ -711,9 +704,9 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         Args:
             stage: Not used.
         """
-        self._release_rows()
         self._end_builds()
         if self._set_up is not None:
+            self._set_up.release()
             empty_caches(self._set_up.placement.topology.data_devices)
         for training_set in self._training_sets.values():
             training_set.teardown(stage)
@@ -732,10 +725,6 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
     def _end_builds(self) -> None:
         while self._background_builds:
             self._background_builds.pop().stop()
-
-    def _release_rows(self) -> None:
-        if self._set_up is not None:
-            self._set_up.release()
 
     # Reading the loaders of an existing data module
 
@@ -821,7 +810,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         Raises:
             StoreNotFoundError: The Trainer validates, and the split does not exist.
         """
-        is_missing = not any(SplitName.parse(split).role == "val" for split in self._rows)
+        is_missing = self._rows.keys().isdisjoint(name_datasets("val", self.datasets["val"]))
         if is_missing and self._running is not TrainerFn.VALIDATING:
             # Lightning would warn that an empty list may be a mistake.
             message = "Total length of `list` across ranks is zero"
@@ -862,7 +851,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         if not has_several(datasets):
             loaders = by_split[role]
         elif isinstance(datasets, Mapping):
-            loaders = {SplitName.parse(split).name: loader for split, loader in by_split.items()}
+            loaders = dict(zip(map(str, datasets), by_split.values(), strict=True))
         return loaders if self._source is None else self._source.combine(role, loaders)
 
     def _loader(self, split: str) -> Loader:

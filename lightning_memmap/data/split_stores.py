@@ -174,9 +174,18 @@ class SplitStores:
         for part in chain.from_iterable(map(self.parts, stored_splits)):
             if any(build.is_building(part) for build in background_builds):
                 continue
-            if (spec := self._needed_build(part)) is not None:
-                specs = during if self._is_built_while_training(part, spec) else before
-                specs[part] = spec
+            if (spec := self._needed_build(part)) is None:
+                continue
+            if self.options.build == "first" or is_store(spec.directory.path):
+                before[part] = spec
+                continue
+            if spec.is_stream:
+                raise ValueError(
+                    f"{name_argument(part)}, {with_article(type(spec.dataset).__name__)}, with"
+                    " build='while_training': a stream can't be read in the order of training: use"
+                    " build='first', or a map-style dataset"
+                )
+            during[part] = spec
         return before, during
 
     def _needed_build(self, split: str) -> BuildRequest | None:
@@ -217,17 +226,6 @@ class SplitStores:
                 self.show_progress,
                 "store_dir",
             )
-
-    def _is_built_while_training(self, split: str, spec: BuildRequest) -> bool:
-        if self.options.build == "first" or is_store(spec.directory.path):
-            return False
-        if spec.is_stream:
-            raise ValueError(
-                f"{name_argument(split)}, {with_article(type(spec.dataset).__name__)}, with"
-                " build='while_training': a stream can't be read in the order of training: use"
-                " build='first', or a map-style dataset"
-            )
-        return True
 
     def build(self, specs: Mapping[str, BuildRequest]) -> None:
         """Build the stores of some splits, or recognize stores that exist."""

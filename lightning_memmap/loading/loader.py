@@ -293,8 +293,8 @@ class SuperBatchLoader:
         state = self._state_at_start()
         if (loaded := self._progress.loaded_in(self._epoch)) is None:
             return state
-        saved = {"seed": loaded.seed, **loaded.sampler}
-        self._check_order(saved, {"seed": state.seed, **state.sampler})
+        self._check_order({"seed": loaded.seed}, {"seed": state.seed})
+        self._check_order(loaded.sampler, state.sampler)
         return loaded
 
     def _checked_schedule(self, state: LoaderState) -> BatchSchedule:
@@ -484,9 +484,8 @@ class SuperBatchLoader:
             weights = row_weights(local_sizes, global_sizes)
         else:
             items = self._count_items(epoch, range(start, stop))
-            stops = bounds[1:] - start
-            offset = positions.start - start
-            weights = item_weights(items, stops, offset, topology.data_parallel_size)
+            local_items = items[positions.start - start :: topology.data_parallel_size]
+            weights = item_weights(local_items, local_sizes, items, global_sizes)
         return Steps(epoch, first_step, positions, local_sizes, weights)
 
 

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_memmap.integers import Integers, group_sums, num_strided
+from lightning_memmap.integers import group_sums
 from lightning_memmap.sampling.factory import Fields
 from lightning_memmap.sampling.packed import PackedSampler
 from lightning_memmap.sampling.sampler import Sampler
@@ -78,25 +78,21 @@ def row_weights(lengths: list[int], sizes: list[int]) -> list[StepWeight]:
     return [*map(weights.__getitem__, pairs)]
 
 
-def item_weights(items: NDArray[Any], stops: Integers, first: int, size: int) -> list[StepWeight]:
+def item_weights(
+    local_items: NDArray[Any], local_sizes: list[int], items: NDArray[Any], sizes: list[int]
+) -> list[StepWeight]:
     """Return the weights of consecutive steps from the items at their positions.
 
     Args:
-        items: Items at the positions of all steps, of shape (positions,).
-        stops: The number of positions up to the end of each step, int64 of shape (steps,).
-        first: The first of these positions that this process serves.
-        size: Processes: this one serves every ``size``-th position.
+        local_items: Items at the positions of this process, of shape (local positions,).
+        local_sizes: Positions of this process in each step.
+        items: Items at all positions, of shape (positions,).
+        sizes: Positions of all processes in each step.
     """
-    local_items = items[first::size]
-    local_stops = num_strided(stops, first, size)
-    by_row = np.split(local_items, local_stops[:-1])
-    sums = zip(_sums(local_items, local_stops), _sums(items, stops), by_row, strict=True)
-    return [StepWeight(*step) for step in sums]
-
-
-def _sums(values: NDArray[Any], stops: Integers) -> list[float]:
-    sums: list[float] = group_sums(values.astype(np.float64), np.diff(stops, prepend=0)).tolist()
-    return sums
+    local_sums = group_sums(local_items.astype(np.float64), local_sizes).tolist()
+    sums = group_sums(items.astype(np.float64), sizes).tolist()
+    by_row = np.split(local_items, np.cumsum(local_sizes)[:-1])
+    return [*map(StepWeight, local_sums, sums, by_row)]
 
 
 class DeliveredStep(NamedTuple):

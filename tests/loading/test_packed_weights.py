@@ -17,12 +17,13 @@ from tests.support.models import set_up
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_items_of_steps_are_those_of_the_rows_of_each_process(size: int) -> None:
     rng = np.random.default_rng(0)
-    first, stops = 6, np.array([8, 15, 20])
+    sizes, stops = [8, 7, 5], [8, 15, 20]
     items = rng.integers(0, 50, 20)
-    owners = np.arange(first, first + 20) % size
+    owners = np.arange(6, 26) % size
     for rank in range(size):
-        offset = int(np.flatnonzero(owners == rank)[0])
-        weights = item_weights(items, stops, offset, size)
+        is_local = owners == rank
+        local_sizes = [int(part.sum()) for part in np.split(is_local, stops[:-1])]
+        weights = item_weights(items[is_local], local_sizes, items, sizes)
         bounds = zip([0, *stops], stops, weights, strict=False)
         for start, stop, weight in bounds:
             here = np.arange(start, stop)
@@ -33,7 +34,7 @@ def test_items_of_steps_are_those_of_the_rows_of_each_process(size: int) -> None
 
 
 def test_step_without_an_item_counts_for_nothing() -> None:
-    (weight,) = item_weights(np.zeros(4), np.array([4]), 0, 2)
+    (weight,) = item_weights(np.zeros(2), [2], np.zeros(4), [4])
     assert weight.scale(2) == 0
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.store import Store
 from tests.support.datasets import texts
-from tests.support.rows import epoch_rows, make_loader, take_steps
+from tests.support.rows import epoch_rows, joined, make_loader, step_rows, take_steps
 
 Stores = Callable[..., Store]
 
@@ -87,6 +87,25 @@ def test_state_that_is_no_dict_or_lacks_a_key_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=r"Expected `object`|missing required field `seed`"):
         make_loader(numbered_store(97, 24)).load_state_dict(state)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_state_of_another_global_batch_resumes_with_a_notice(
+    numbered_store: Stores, caplog: pytest.LogCaptureFixture, num_devices: int
+) -> None:
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    saved = make_loader(numbered_store(97, 24), 2, 4, shuffle=True)
+    delivered = joined(step_rows(batch) for batch in take_steps(saved, 3))
+    # The same global batch on any number of devices is silent.
+    make_loader(numbered_store(97, 24), 1, 8, shuffle=True).load_state_dict(saved.state_dict())
+    assert not caplog.records
+    other = make_loader(numbered_store(97, 24), num_devices, 3, shuffle=True)
+    other.load_state_dict(saved.state_dict())
+    (record,) = caplog.records
+    assert {"8", str(3 * num_devices)} <= {*record.getMessage().split()}
+    rest = epoch_rows(other)
+    assert len(rest[0]) == 3 * num_devices
+    assert sorted(delivered + joined(rest)) == [*range(97)]
 
 
 values = st.one_of(st.integers(-(2**70), 2**70), st.booleans(), st.none(), texts(3), st.floats())
