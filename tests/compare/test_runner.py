@@ -34,6 +34,7 @@ from tests.compare.reports import (
     make_variant,
     timed_rank,
 )
+from tests.support.preloaded import python
 
 #: Receives the spec of each run, and may raise.
 Fault = Callable[[RunSpec], None]
@@ -250,8 +251,13 @@ def test_run_that_takes_too_long_is_ended_and_says_so(
     ],
 )
 def test_first_process_that_fails_says_why(
-    tmp_path: Path, texts: list[str], words: str, refused: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    texts: list[str],
+    words: str,
+    refused: bool,
 ) -> None:
+    monkeypatch.setattr("sys.executable", python())
     spec = make_spec(tmp_path)
     spec.write()
     for index, each in enumerate(texts):

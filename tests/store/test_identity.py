@@ -152,6 +152,7 @@ def test_fingerprint_of_a_changed_dataset_names_what_changed(kind: str) -> None:
 @pytest.mark.slow
 def test_fingerprint_of_sets_is_the_same_in_every_process() -> None:
     program = """
+import tests.support.without_lightning
 from lightning_memmap.store.identity import Fingerprint
 class Rows(list): pass
 rows = Rows([1])
@@ -163,6 +164,7 @@ print(Fingerprint.of(rows).parts)
             [sys.executable, "-c", program],
             check=True,
             capture_output=True,
+            cwd=Path(__file__).parents[2],
             env={**os.environ, "PYTHONHASHSEED": str(seed)},
         ).stdout
         for seed in (1, 2)

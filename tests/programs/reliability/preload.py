@@ -4,17 +4,10 @@ Stores do without Lightning. A process that has not imported it, and has done wh
 such as late imports, is forked and ended sooner.
 """
 
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import ModuleType
 
-
-def without_lightning() -> None:
-    """Put an empty package in the place of this one, which imports the data module and the
-    strategies. Its modules are those of this one."""
-    package = sys.modules["lightning_memmap"] = ModuleType("lightning_memmap")
-    package.__path__ = [str(Path(__file__).parents[3] / "lightning_memmap")]
+import tests.support.without_lightning  # noqa: F401
 
 
 def use_a_store() -> None:
@@ -29,5 +22,4 @@ def use_a_store() -> None:
         assert verify_store(store.path) == []
 
 
-without_lightning()
 use_a_store()

@@ -4,7 +4,6 @@ found."""
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -24,6 +23,7 @@ from tests.programs.reliability.outcome import Fault, Outcome, Subject
 from tests.programs.reliability.report import BEGIN, END, Log, Report
 from tests.programs.reliability.runner import runners
 from tests.support.datasets import Replaced
+from tests.support.preloaded import python
 
 SCALE = Scale(kills=1, flips=50, resizes=8, manifests=300, plants=8, strangers=3)
 
@@ -240,7 +240,9 @@ def test_trainings_that_end_early_go_on_as_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_results_of_killed_trainings_are_those_of_one_that_nobody_killed() -> None:
-    command = [sys.executable, "-m", "tests.programs.reliability.results", "--kills", "6"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = [python(), "-m", "tests.programs.reliability.results", "--kills", "6"]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("| results per row") == 3

@@ -378,12 +378,18 @@ def test_library_that_speaks_arrow_needs_no_code_of_its_own(tmp_path: Path) -> N
     # In a process of its own: the threads of DuckDB do not survive the forks of other tests.
     program = """
 import duckdb
-from lightning_memmap import ColumnDataset, build_store
+import tests.support.without_lightning
+from lightning_memmap.store import ColumnDataset, build_store
 rows = duckdb.sql("select 'r' || i as name, i::smallint as age from range(60) t(i)")
 build_store(ColumnDataset(rows), "s", num_shards=7, progress=False)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     store = open_store(tmp_path / "s")
