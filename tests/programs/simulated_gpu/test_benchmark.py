@@ -9,7 +9,8 @@ import pytest
 from tests.support.preloaded import run
 
 ROOT = Path(__file__).resolve().parents[3]
-TESTS = "tests/loading/test_gpu.py"
+#: The others of its file are run beside this one.
+TESTS = "tests/loading/test_gpu.py::test_staging_brings_all_rows"
 
 pytestmark = pytest.mark.gpu
 
