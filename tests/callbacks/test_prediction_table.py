@@ -215,7 +215,9 @@ class TestStructure:
             assert take(store[row]) == row
 
     @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-    @pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("memmap_superbatch", 3)])
+    @pytest.mark.parametrize(
+        ("strategy", "devices"), [("auto", 1), ("memmap_superbatch", 3), ("memmap_dp", 3)]
+    )
     def test_predictions_that_differ_in_length_are_stored_without_padding(
         self, tmp_path: Path, strategy: str, devices: int
     ) -> None:

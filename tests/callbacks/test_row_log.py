@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -12,7 +13,15 @@ from torch import Tensor
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.callbacks import RowResults
 from lightning_memmap.results import RowLog, read_row_results
-from tests.support.documents import KEYS, PerDocument, check_documents, make_packs
+from lightning_memmap.sampling import Packed
+from tests.support.documents import (
+    KEYS,
+    NUM_DOCUMENTS,
+    Documents,
+    PerDocument,
+    check_documents,
+    make_packs,
+)
 from tests.support.models import Points, Regression, make_trainer
 from tests.support.versions import weights_only
 
@@ -121,3 +130,33 @@ def test_packed_documents_have_a_value_each_through_a_resume(tmp_path: Path, dev
                 PerDocument(fails), make_packs(tmp_path, devices), ckpt_path=checkpoint, **options
             )
     check_documents(tmp_path / "r")
+
+
+def fit_packs(path: Path, module: Any, sampler: Packed, keys: list[str]) -> Any:
+    """Train an epoch on packs, and return their order."""
+    trainer = make_trainer(path, max_epochs=1, callbacks=[RowResults(path / "r", keys)])
+    data = MemmapDataModule(
+        Documents(), store_dir=path / "stores", batch_size=4, num_shards=2, sampler=sampler
+    )
+    trainer.fit(module, data)
+    return data.order
+
+
+def test_values_of_packs_instead_of_documents_are_an_error(tmp_path: Path) -> None:
+    class PerPack(PerDocument):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log_rows("document", batch["tokens"][:, 0])
+            return self.net(torch.ones(1, 8)).mean()
+
+    with pytest.raises(ValueError, match=r"'document'.*\(B, max_documents"):
+        fit_packs(tmp_path, PerPack(), Packed("tokens", 16), ["document"])
+
+
+def test_cut_document_has_the_value_of_its_last_piece(tmp_path: Path) -> None:
+    order = fit_packs(tmp_path, PerDocument(), Packed("tokens", 7, split=True), ["length"])
+    pieces = order.pieces(0, np.arange(order.num_positions))
+    rows = order.pool.dataset_rows(pieces.pool_index).tolist()
+    last = dict(zip(rows, pieces.lengths[:, 0].tolist(), strict=True))
+    assert len(rows) > len(last) == NUM_DOCUMENTS
+    lengths = read_row_results(tmp_path / "r")["length"].tolist()
+    assert lengths == [last[row] for row in range(NUM_DOCUMENTS)]

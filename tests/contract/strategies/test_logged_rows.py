@@ -3,15 +3,24 @@
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.callbacks import RowResults
 from lightning_memmap.results import RowLog, read_row_results
-from lightning_memmap.sampling import KFold
-from tests.support.documents import KEYS, PerDocument, check_documents, make_packs
+from lightning_memmap.sampling import KFold, Packed
+from tests.support.documents import (
+    KEYS,
+    NUM_DOCUMENTS,
+    Documents,
+    PerDocument,
+    check_documents,
+    make_packs,
+)
 from tests.support.models import Points, Regression, make_trainer
 from tests.support.processes import each_case, in_processes, launch
 from tests.support.training import make_strategy
@@ -112,7 +121,9 @@ def test_logged_rows_in_one_process_equal_rows_computed_alone(
 
 IN_TWO_PROCESSES: list[tuple[str, dict[str, Any]]] = [
     ("memmap_superbatch_ddp", {}),
+    ("memmap_superbatch_ddp", {"compiles": True}),
     ("ddp", {}),
+    ("ddp", {"compiles": True}),
     ("memmap_fsdp2", {}),
     ("memmap_fsdp2", {"accumulate_grad_batches": 3}),
     ("memmap_pipeline", {}),
@@ -165,3 +176,93 @@ def test_documents_in_one_process_have_a_value_each(tmp_path: Path, strategy: st
 def test_documents_of_two_processes_have_a_value_each(tmp_path: Path) -> None:
     for _, strategy in each_case(["ddp", "memmap_superbatch_ddp", "memmap_fsdp2"]):
         fit_packed(tmp_path / strategy, strategy, 2)
+
+
+class Texts(Documents):
+    """Documents whose tokens differ. The first one is the number of the document."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        length = len(super().__getitem__(index)["tokens"])
+        return {"tokens": (index + 5 * torch.arange(length)) % NUM_DOCUMENTS}
+
+
+class DocumentLosses(RowLog, L.LightningModule):
+    """Logs the mean loss of each document, in the loss that pipelines call for micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Embedding(NUM_DOCUMENTS, 8), nn.Linear(8, NUM_DOCUMENTS))
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.layers(tokens)
+
+    def stages(self) -> list[nn.Module]:
+        return [*self.layers]
+
+    def loss(self, logits: Tensor, batch: dict[str, Any]) -> Tensor:
+        packing = batch["packing"]
+        targets = packing.targets(batch["tokens"])
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        losses = losses.view_as(targets)
+        self.log_rows("loss", packing.document_means(losses, targets))
+        is_first = packing.position_ids == 0
+        self.log_rows("document", packing.document_sums(batch["tokens"] * is_first))
+        return losses.mean()
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        return self.loss(self(batch["tokens"]), batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def fit_texts(
+    out: Path,
+    strategy: str,
+    strategy_options: dict[str, Any] | None = None,
+    *,
+    compiles: bool = False,
+    **options: Any,
+) -> None:
+    """Train on packs on two devices, and check that each document has the loss it has alone."""
+    trainer = make_trainer(
+        out,
+        strategy=make_strategy(strategy, strategy_options),
+        devices=2,
+        max_epochs=2,
+        limit_val_batches=0,
+        callbacks=[RowResults(out / "r", ["loss", "document"])],
+        **options,
+    )
+    module: Any = DocumentLosses()
+    if compiles:
+        module = torch.compile(module, backend="eager", fullgraph=True)
+    data = MemmapDataModule(
+        Texts(), store_dir=out / "stores", batch_size=3, num_shards=2, sampler=Packed("tokens", 16)
+    )
+    trainer.fit(module, data)
+    trainer.strategy.barrier()
+    table = read_row_results(out / "r", "all")
+    assert torch.equal(table["document"], torch.arange(NUM_DOCUMENTS).expand(2, -1))
+    layers = DocumentLosses().layers
+    documents = (Texts()[index]["tokens"] for index in range(NUM_DOCUMENTS))
+    # A document of one token has no target.
+    losses = [F.cross_entropy(layers(tokens[:-1]), tokens[1:]) for tokens in documents]
+    expected = torch.stack(losses).detach().expand(2, -1)
+    torch.testing.assert_close(table["loss"], expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+PACKED: list[tuple[str, dict[str, Any]]] = [
+    ("memmap_superbatch_ddp", {"compiles": True}),
+    ("memmap_pipeline", {}),
+    ("memmap_pipeline", {"accumulate_grad_batches": 3}),
+    ("memmap_pipeline", {"strategy_options": {"schedule": "gpipe", "num_microbatches": 3}}),
+    ("memmap_pipeline", {"strategy_options": {"data_parallel_size": 2}}),
+]
+
+
+@in_processes(2)
+def test_losses_of_packed_documents_equal_documents_computed_alone(tmp_path: Path) -> None:
+    for number, (strategy, options) in each_case(PACKED):
+        fit_texts(tmp_path / str(number), strategy, **options)
