@@ -38,8 +38,9 @@ class RowResults(ResultWriter, L.Callback):
     shape (B, ...), whose first dimension is the rows of the batch; or it calls ``self.log_rows`` of
     `lightning_memmap.results.RowLog`. If documents are packed, there is a value for each document,
     of shape (B, max_documents, ...) as `Packing.document_means` returns it; a document that is cut
-    has the value of its last piece in the order. Shape and dtype of a row must not change. Row numbers are known from the order, so the batch need not contain them.
-    Read the results with `lightning_memmap.results.read_row_results`.
+    has the value of its last piece in the order. Shape and dtype of a row must not change. Row
+    numbers are known from the order, so the batch need not contain them. Read the results with
+    `lightning_memmap.results.read_row_results`.
 
     Each process writes its own rows, without communication in a step. At the end of an epoch rank
     zero merges them into a store with checksums, ``<path>/epoch-000003``, and needs memory for one
