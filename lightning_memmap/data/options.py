@@ -235,7 +235,7 @@ class DataOptions:
     @property
     def mixed(self) -> tuple[str, ...]:
         """The names of the training sets that the sampler mixes; empty if it does not mix."""
-        return self.sampler.stores if isinstance(self.sampler, SamplerFactory) else ()
+        return self.sampler.training_sets if isinstance(self.sampler, SamplerFactory) else ()
 
     @property
     def order_options(self) -> dict[str, Any]:

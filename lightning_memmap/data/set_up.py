@@ -31,7 +31,7 @@ from lightning_memmap.placement.plan import (
 from lightning_memmap.placement.topology import DataTopology, compute_budgets, measure_free_bytes
 from lightning_memmap.sampling.curriculum import Curriculum
 from lightning_memmap.sampling.factory import make_sampler
-from lightning_memmap.sampling.packed import Packed
+from lightning_memmap.sampling.packed import Packed, PackedSampler
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import WindowedRows, divisors
 from lightning_memmap.sampling.sampler import Sampler, SequentialSampler, ShuffledSampler
@@ -280,6 +280,13 @@ def print_placement(placement: Placement) -> None:
     }
     if placed.items() - _printed.items():
         rank_zero_only(Console().print)(placement_table(placement))
+        for split, shards in placement.splits.items():
+            if isinstance(shards.order, PackedSampler) and shards.order.wastes_packs:
+                rank_zero_info(
+                    f"{split}: {shards.order.padding_fraction:.1%} of the packs is padding, with"
+                    f" {shards.order.shuffle_block} packs of each shard in a block: a larger"
+                    " shuffle_block leaves less"
+                )
     _printed.update(placed)
 
 

@@ -22,6 +22,9 @@ from lightning_memmap.errors import (
     with_article,
 )
 from lightning_memmap.integers import Integers
+from lightning_memmap.sampling.factory import SamplerFactory
+from lightning_memmap.sampling.mixture import Mixture
+from lightning_memmap.sampling.packed import Packed
 from lightning_memmap.sampling.rows import Rows
 from lightning_memmap.sampling.selection import Selection
 from lightning_memmap.store import Store, open_store
@@ -140,10 +143,13 @@ class SplitStores:
                 f"{nearest(unknown[0], names)}"
             )
         if names and {*names} != {*mixed}:
-            fractions = dict.fromkeys(names, round(1 / len(names), 2))
+            shares = dict.fromkeys(names, round(1 / len(names), 2))
+            example: SamplerFactory = Mixture(shares)
+            if isinstance(maker := self.options.sampler, Packed):
+                example = Packed(maker.field, maker.length, shares=shares)
             raise ValueError(
                 f"train_dataset has the sets {', '.join(names)}, and {sampler}: set the fraction of"
-                f" each with sampler=Mixture({fractions}), or concatenate them with"
+                f" each with sampler={example!r}, or concatenate them with"
                 " torch.utils.data.ConcatDataset. For a dict of batches in each step, pass"
                 " Lightning a CombinedLoader over the loaders of several data modules"
             )

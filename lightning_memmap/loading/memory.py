@@ -37,7 +37,7 @@ from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.device_streams import send, upload
 from lightning_memmap.loading.row_source import Cut, FieldRows, RowSource, Take, released_error
 from lightning_memmap.loading.variable_rows import Allocate, VariableRows, largest
-from lightning_memmap.sampling.pool import Pool, window_spans
+from lightning_memmap.sampling.pool import Pool, window_ranges
 from lightning_memmap.sampling.rows import WindowedRows
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.schema.fields import Field, select
@@ -89,15 +89,15 @@ class SlotMap:
 
     def slots_of_shard(self, shard: int) -> Iterator[Integers]:
         """Yield the slots of the rows of a shard, in chunks."""
-        index = self.pool.index(shard)
+        index = self.pool.indices(shard)
         for start in range(0, len(index), _LOOKUP_ROWS):
             yield self.slots(index[start : start + _LOOKUP_ROWS])
 
     def locate(self, sampler: Sampler, epoch: int, positions: Any) -> Integers:
         """Return the slots of the rows at positions of an epoch; see `RowSource.locate`."""
         if self.starts is not None:
-            return sampler.index(epoch, positions, self.starts)
-        index = sampler.index(epoch, positions)
+            return sampler.locate(epoch, positions, self.starts)
+        index = sampler.locate(epoch, positions)
         if self.pool.num_rows > TABLE_ROWS:
             return self.slots(index)
         # No index is out of range, and "wrap" is the fastest mode.
@@ -106,7 +106,7 @@ class SlotMap:
     @cached_property
     def _table(self) -> NDArray[np.unsignedinteger[Any]]:
         """The slot of each row by its pool index, of shape (rows of all shards,)."""
-        shards = [self.slots(self.pool.index(shard)) for shard in range(self.pool.num_shards)]
+        shards = [self.slots(self.pool.indices(shard)) for shard in range(self.pool.num_shards)]
         dtype = np.min_scalar_type(max(int(slots.max(initial=0)) for slots in shards))
         return np.concatenate(shards, dtype=dtype, casting="unsafe")
 
@@ -333,7 +333,7 @@ def copy_windows(
 ) -> Memory:
     """Copy the steps of windows to the host or to a device, shared steps once."""
     windows = mapped.windows
-    first_windows, counts = window_spans(pool, shards)
+    first_windows, counts = window_ranges(pool, shards)
     held = np.flatnonzero(counts)
     skipped_steps = first_windows * windows.stride
     lengths = (counts[held] - 1) * windows.stride + windows.length

@@ -81,10 +81,10 @@ class _Documents:
         self._pieces = pieces
         self._positions = positions
 
-    def index(
+    def locate(
         self, epoch: int, positions: Integers, shard_starts: Integers | None = None
     ) -> Integers:
-        """Look up the rows of all documents; see `Sampler.index`."""
+        """Look up the rows of all documents; see `Sampler.locate`."""
         index = self._pieces.pool_index
         if shard_starts is None:
             return index

@@ -94,7 +94,7 @@ class RowRandom:
         Args:
             order: The order of the rows.
             epoch: Epoch, counted from 0.
-            positions: Ascending positions; see `Sampler.index`.
+            positions: Ascending positions; see `Sampler.locate`.
             seed: Seed of the numbers.
         """
         rows = order.row_numbers(epoch, positions)

@@ -197,7 +197,7 @@ def max_block_bytes(store: Store, blocks: Blocks, held: Sequence[int]) -> int:
     """Compute the memory of a block of streamed rows, in bytes. Reads no row."""
     fields = store.schema.fields
     pool = blocks.sampler.pool
-    num_rows = len(held) * blocks.longest
+    num_rows = len(held) * blocks.max_rows_per_shard
     slot_map = SlotMap.in_store(store, pool)
     is_cut = isinstance(pool.rows, WindowedRows)
     is_looked_up = not blocks.has_runs or not (is_cut or slot_map.starts is not None)

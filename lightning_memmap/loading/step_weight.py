@@ -185,7 +185,7 @@ def make_item_counter(name: str, order: Sampler, fields: Fields) -> CountItems:
             f"weight={name!r}: rows are cut by the sampler, and the items of their pieces are"
             " unknown: pass a function of the batch, or pack with overflow='error' or 'drop'"
         )
-    rows = order.pool.dataset_rows(order.pool.index())
+    rows = order.pool.dataset_rows(order.pool.indices())
     try:
         items = fields.values(name, rows)
     except ValueError as error:

@@ -184,7 +184,7 @@ class Stream(RowSource):
         self.device = torch.device("cpu")
         self._shards = np.array(self.held, np.int64)
         #: Most rows of one shape, or steps, in a block.
-        self.max_items = len(self.held) * self.blocks.longest
+        self.max_items = len(self.held) * self.blocks.max_rows_per_shard
         if self.series is not None:
             self.max_items = max_block_time_steps(self.held, self.blocks)
         #: Most items in a block of each field whose rows differ in length, by field index.
@@ -201,10 +201,10 @@ class Stream(RowSource):
     def locate(self, sampler: Sampler, epoch: int, positions: range | Integers) -> Integers:
         slots = self.slot_map.locate(sampler, epoch, positions)
         if not isinstance(positions, range):
-            blocks = positions // (self.blocks.rows * self.slot_map.pool.num_shards)
+            blocks = positions // (self.blocks.rows_per_shard * self.slot_map.pool.num_shards)
             located: Integers = slots + blocks * self.num_slots
             return located
-        block_positions = self._blocks(sampler).positions
+        block_positions = self._blocks(sampler).num_block_positions
         first_block = positions.start // block_positions
         for block in range(first_block, ceil_div(positions.stop, block_positions)):
             start = bisect_left(positions, block_positions * block)
@@ -216,7 +216,7 @@ class Stream(RowSource):
         """Divide an order into blocks."""
         # Dataset order can use blocks of any size. While a store is built, the size is not known.
         if sampler.is_sequential:
-            sampler = sampler.in_blocks(self.blocks.rows)
+            sampler = sampler.in_blocks(self.blocks.rows_per_shard)
         return Blocks(sampler)
 
     @override
@@ -246,7 +246,7 @@ class Stream(RowSource):
             counts = np.maximum(0, run_stops - run_starts).ravel()
             first_slots = (starts[self._shards, None] + run_starts).ravel()
             return Located(first_slots[counts > 0], counts[counts > 0, None])
-        slots = distinct(self.slot_map.slots(blocks.index(epoch, block, self._shards)))
+        slots = distinct(self.slot_map.slots(blocks.pool_indices(epoch, block, self._shards)))
         return Located(slots, np.ones((len(slots), 1), np.int64))
 
 
@@ -258,7 +258,7 @@ class _StreamedEpoch:
         self._blocks = blocks
         self._epoch = epoch
         #: The block that rows are fetched from. Its memory is the first one.
-        self._block = position // blocks.positions
+        self._block = position // blocks.num_block_positions
         self._memory = Ahead[StreamMemory]("lightning_memmap block-reader", _NUM_THREADS)
         for _ in range(_NUM_BUFFERS):
             self._read_next(stream.idle.pop() if stream.idle else None)
@@ -324,7 +324,7 @@ def locate_block_windows(
     num_shards = pool.num_shards
     runs = blocks.sampler.block_runs(epoch, block)
     if runs is None:
-        file_rows = distinct(pool.file_rows(blocks.index(epoch, block, held)))
+        file_rows = distinct(pool.file_rows(blocks.pool_indices(epoch, block, held)))
         series_indices = windows.in_series(file_rows)[0]
         counts = np.ones_like(file_rows)
     elif pool.is_striped:
@@ -351,13 +351,15 @@ def max_block_items(
         return np.concatenate([np.zeros(0, np.int64), *chunks])
 
     if blocks.has_runs:
-        return _max_consecutive_items(slot_map.pool.sizes, blocks.longest, map(lengths_in, shards))
+        return _max_consecutive_items(
+            slot_map.pool.sizes, blocks.max_rows_per_shard, map(lengths_in, shards)
+        )
     total = 0
     for shard in shards:
         items = lengths_in(shard)
         most = blocks.sampler.most_in_block(shard, items)
         # A block may consist of any rows, so assume the longest.
-        total += int(np.sort(items)[-blocks.longest :].sum()) if most is None else most
+        total += int(np.sort(items)[-blocks.max_rows_per_shard :].sum()) if most is None else most
     return total
 
 
@@ -389,11 +391,11 @@ def max_block_time_steps(held: Sequence[int], blocks: Blocks) -> int:
     windows = pool.rows
     assert isinstance(windows, WindowedRows)
     if not blocks.has_runs:
-        return len(held) * blocks.longest * windows.length
+        return len(held) * blocks.max_rows_per_shard * windows.length
     # A run may start inside of a series.
     num_shared = max(0, windows.length - windows.stride)
     if pool.is_striped:
-        bounds = np.arange(0, windows.num_rows, blocks.longest * pool.num_shards)
+        bounds = np.arange(0, windows.num_rows, blocks.max_rows_per_shard * pool.num_shards)
         bounds = np.append(bounds, windows.num_rows)
         return int(np.diff(windows.num_steps_before(bounds, True)).max()) + num_shared
     lengths = (
@@ -402,5 +404,5 @@ def max_block_time_steps(held: Sequence[int], blocks: Blocks) -> int:
         )
         for shard in held
     )
-    num_items = _max_consecutive_items(pool.sizes, blocks.longest, lengths)
+    num_items = _max_consecutive_items(pool.sizes, blocks.max_rows_per_shard, lengths)
     return num_items + _MAX_RUNS * num_shared * len(held)

@@ -223,10 +223,13 @@ def _check_blocks(splits: Mapping[str, SplitShards], budget_bytes: int) -> None:
     if needed <= budget_bytes:
         return
     # Bytes of one row of each shard in the largest block.
-    row_bytes = [shards.block_bytes / Blocks(shards.order).longest for shards in splits.values()]
+    row_bytes = [
+        shards.block_bytes / Blocks(shards.order).max_rows_per_shard for shards in splits.values()
+    ]
     max_rows = int(budget_bytes / max(1, 2 * sum(row_bytes)))
     blocks = ", ".join(
-        f"{Blocks(shards.order).longest} rows ({name})" for name, shards in splits.items()
+        f"{Blocks(shards.order).max_rows_per_shard} rows ({name})"
+        for name, shards in splits.items()
     )
     remedy = f"Use shuffle_block={max_rows} or less" if max_rows else "Not even one row fits"
     raise PlacementError(
@@ -263,7 +266,7 @@ def placement_table(placement: Placement) -> Table:
         if split.is_streamed:
             num_held = len(split.residencies) - split.residencies.count(None)
             num_bytes = 2 * split.block_bytes * len(held.shards) // num_held
-            block = Blocks(split.order).longest
+            block = Blocks(split.order).max_rows_per_shard
             cells.append(f"2 x {block:,} rows a shard, {format_bytes(num_bytes)}")
         table.add_row(*cells)
     return table

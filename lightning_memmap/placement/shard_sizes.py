@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lightning_memmap.integers import Integers, ceil_div
-from lightning_memmap.sampling.pool import Pool, window_spans
+from lightning_memmap.sampling.pool import Pool, window_ranges
 from lightning_memmap.sampling.rows import Shards, WindowedRows
 from lightning_memmap.store.joined import JoinedManifest
 from lightning_memmap.store.manifest import Manifest
@@ -21,7 +21,7 @@ def measure_shards(store: Manifest, pool: Pool, num_global_data_devices: int) ->
     if isinstance(store, JoinedManifest):
         sizes = np.zeros(pool.num_shards, np.int64)
         for shard in range(pool.num_shards):
-            stores = store.rows.stores_of(pool.shard_dataset_rows(shard))
+            stores = store.rows.set_index_of(pool.shard_dataset_rows(shard))
             for number, count in enumerate(np.bincount(stores).tolist()):
                 sizes[shard] += sum(c.mean_bytes(count) for c in store.parts[number].columns)
         return sizes
@@ -53,7 +53,7 @@ def _measure_windows(
             series_bytes += column.mean_bytes(1)
 
     def held_bytes(shards: Sequence[int]) -> int:
-        _, counts = window_spans(pool, shards)
+        _, counts = window_ranges(pool, shards)
         counts = counts[counts > 0]
         num_steps = int((counts - 1).sum()) * windows.stride + len(counts) * windows.length
         return num_steps * step_bytes + len(counts) * series_bytes

@@ -141,14 +141,14 @@ class Results(ReprAsCall, Column):
                 f" callbacks=[RowResults({str(self.path)!r}, ...)]"
             )
         if self.key is not None:
-            values, is_given, epoch = read_latest(self.path, self.key, limit)
+            values, has_value, epoch = read_latest(self.path, self.key, limit)
         else:
             table = read_epochs(self.path, self.keep, limit)  # type: ignore[arg-type]
             epoch = int(table["epoch"].max())
             values = self._computed(table)
-            is_given = torch.ones(len(values), dtype=torch.bool)
+            has_value = torch.ones(len(values), dtype=torch.bool)
             if values.is_floating_point() and values.ndim == 1:
-                is_given = ~values.isnan()
+                has_value = ~values.isnan()
         if values.ndim != 1:
             raise ValueError(
                 f"{self!r}: a value of shape {tuple(values.shape[1:])} for each row: pass"
@@ -161,9 +161,9 @@ class Results(ReprAsCall, Column):
             )
         array = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
         digest = xxhash.xxh3_128(f"{array.dtype.str} {array.shape} ".encode())
-        for part in (array, is_given.numpy()):
+        for part in (array, has_value.numpy()):
             digest.update(np.ascontiguousarray(part).data)
-        return ColumnValues(array, is_given.numpy(), ColumnVersion(epoch, digest.hexdigest()))
+        return ColumnValues(array, has_value.numpy(), ColumnVersion(epoch, digest.hexdigest()))
 
     def _computed(self, table: Any) -> torch.Tensor:
         """Return what the function makes of the results."""

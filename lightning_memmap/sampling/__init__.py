@@ -4,13 +4,13 @@ It is the same under every strategy and on any number of devices that divides th
 
 Integers only: no file, no tensor, no device. The names used here::
 
-    row         index of a sample in dataset order
-    number      index of a row in a subset, in its order; without a subset, the row
-    file_row    index of a row in the files of its store, shard after shard
-    shard       0 .. C-1; in a store, row i belongs to shard i % C
-    index       index of a row in a pool, shard by shard; offsets count from the shard's start
-    position    index in the order of an epoch; position p is served by shard p % C
-    start, stop half-open bounds
+    row           index of a sample in dataset order
+    subset_index  index of a row in a subset, in its order; without a subset, the row
+    file_row      index of a row in the files of its store, shard after shard
+    shard         0 .. C-1; in a store, row i belongs to shard i % C
+    pool_index    index of a row in a pool, shard by shard; offsets count from the shard's start
+    position      index in the order of an epoch; position p is served by shard p % C
+    start, stop   half-open bounds
 
 Modules, from the bottom up:
 

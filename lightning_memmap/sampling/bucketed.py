@@ -87,7 +87,7 @@ class Bucketed(ReprAsCall, SamplerFactory):
         """
         dataset_lengths = self._dataset_lengths(fields)
         dtype = np.min_scalar_type(int(dataset_lengths.max(initial=0)))
-        lengths = dataset_lengths.astype(dtype)[pool.dataset_rows(pool.index())]
+        lengths = dataset_lengths.astype(dtype)[pool.dataset_rows(pool.indices())]
         if pool.is_striped:
             pool = _deal(pool, lengths, seed)
         return BucketedSampler(
@@ -191,7 +191,7 @@ class BucketedSampler(DrawnSampler):
     @cached_once
     def _pool_lengths(self) -> NDArray[Any]:
         """Return the length of each row of the pool, shard after shard."""
-        return self.lengths.array[self.pool.base_index(self.pool.index())]
+        return self.lengths.array[self.pool.base_index(self.pool.indices())]
 
     @property
     def _num_start_shards(self) -> int:

@@ -30,7 +30,7 @@ class ColumnValues(NamedTuple):
     #: Shape (num_rows,).
     values: NDArray[Any]
     #: False in rows without a value: bool of shape (num_rows,).
-    is_given: NDArray[np.bool_]
+    has_value: NDArray[np.bool_]
     version: ColumnVersion
 
 
@@ -48,7 +48,7 @@ class DatasetIdentity:
         return cls(fields.num_rows, fields.contents)
 
     def difference(self, contents: Mapping[str, str]) -> str | None:
-        """Return the name of a value that differs from those of another dataset, if any does."""
+        """Return the name of the first value that differs from another dataset's, or None."""
         common = contents.keys() & self.contents.keys()
         return next((n for n in sorted(common) if contents[n] != self.contents[n]), None)
 

@@ -12,7 +12,7 @@ from lightning_memmap.errors import ReprAsCall
 from lightning_memmap.integers import Integers
 from lightning_memmap.sampling.factory import Fields, SamplerFactory, make_sampler
 from lightning_memmap.sampling.packed import PackedSampler, Pieces
-from lightning_memmap.sampling.pool import Pool, merge_pools
+from lightning_memmap.sampling.pool import Pool, unite_pools
 from lightning_memmap.sampling.sampler import Sampler, ShuffledSampler
 from lightning_memmap.sampling.table_sampler import TableSampler
 
@@ -62,13 +62,15 @@ class Curriculum(ReprAsCall, SamplerFactory):
                 f" in {example}"
             )
         self.stages = {epoch: stages[epoch] for epoch in sorted(stages)}
-        stores = [s.stores if isinstance(s, SamplerFactory) else () for s in self.stages.values()]
-        if len({frozenset(names) for names in stores}) > 1:
+        named = [
+            s.training_sets if isinstance(s, SamplerFactory) else () for s in self.stages.values()
+        ]
+        if len({frozenset(names) for names in named}) > 1:
             raise ValueError(
                 f"{self!r}: its stages mix different training sets: name all of them in each stage,"
                 " with a share of 0 if needed"
             )
-        self.stores = stores[0]
+        self.training_sets = named[0]
         self.by_batch = any(getattr(stage, "by_batch", False) for stage in stages.values())
 
     @override
@@ -124,7 +126,7 @@ class CurriculumSampler(TableSampler):
     def of(cls, stages: EpochOrders, block: int | None = None) -> Self:
         """Make the order over a pool that holds the rows of all stages."""
         samplers = [sampler for _, sampler in stages.pairs]
-        pool = merge_pools([sampler.pool for sampler in samplers])
+        pool = unite_pools([sampler.pool for sampler in samplers])
         num_samples = samplers[0].num_positions
         return cls(pool, stages=stages, shuffle_block=block, num_samples=num_samples)
 
@@ -143,11 +145,11 @@ class CurriculumSampler(TableSampler):
     @override
     def offsets(self, epoch: int, shard: int) -> Integers:
         order = self._order(epoch)
-        merged = self.pool.base_index(self.pool.index(shard))
+        merged = self.pool.base_index(self.pool.indices(shard))
         in_merged = np.searchsorted(merged, self.pool.base_index_of(order.pool, shard))
         positions = range(shard, self.num_positions, self.num_shards)
         offsets: Integers = in_merged[
-            order.index(epoch, positions, np.zeros_like(self.pool.starts))
+            order.locate(epoch, positions, np.zeros_like(self.pool.starts))
         ]
         return offsets
 
@@ -189,7 +191,7 @@ class PackedCurriculumSampler(PackedSampler):
         orders = [order.with_packs(num_packs) for order in orders]
         epochs = [epoch for epoch, _ in stages]
         return cls(
-            merge_pools([order.pool for order in orders]),
+            unite_pools([order.pool for order in orders]),
             orders[0].seed,
             options=orders[0].options,
             documents=orders[0].documents,
@@ -206,7 +208,7 @@ class PackedCurriculumSampler(PackedSampler):
     def _index(self) -> list[Integers]:
         """By stage, the index in the pool of each row of the stage's pool."""
         shards = range(self.num_shards)
-        merged = [self.pool.base_index(self.pool.index(shard)) for shard in shards]
+        merged = [self.pool.base_index(self.pool.indices(shard)) for shard in shards]
         return [
             np.concatenate(
                 [
@@ -242,9 +244,8 @@ class PackedCurriculumSampler(PackedSampler):
     @override
     def in_blocks(self, block: int) -> Self:
         raise ValueError(
-            f"shuffle_block={block}, set or computed for residency='stream': the stages of a"
-            " curriculum of packs have different blocks: omit shuffle_block, and use"
-            " residency='mmap' or 'host'"
+            f"shuffle_block={block}: the stages of a curriculum of packs would have different"
+            " blocks: omit shuffle_block, and use residency='mmap' or 'host' instead of 'stream'"
         )
 
     @override

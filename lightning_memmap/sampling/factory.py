@@ -75,7 +75,7 @@ class SamplerFactory(ABC):
     """
 
     #: The names of the training sets that it mixes; empty for a single set without a name.
-    stores: tuple[str, ...] = ()
+    training_sets: tuple[str, ...] = ()
     #: Whether the order depends on the rows of a global batch; see `Pool`.
     by_batch: bool = False
 
@@ -112,7 +112,7 @@ class SamplerFactory(ABC):
 def check_per_row(name: str, value: Any) -> None:
     """Check an argument that holds one item per row."""
     if not np.ndim(value):
-        raise TypeError(f"{name}={value!r}: pass one for each row, or the name of a field")
+        raise TypeError(f"{name}={value}: pass one for each row, or the name of a field")
 
 
 def per_row_array(name: str, value: Any, num_rows: int) -> NDArray[Any]:

@@ -29,6 +29,7 @@ from lightning_memmap.integers import (
     Runs,
     bounds_of,
     ceil_div,
+    differs_from_previous,
     group_of,
     index_in_group,
     ranges,
@@ -96,7 +97,7 @@ class Mixture(ReprAsCall, SamplerFactory):
         self.num_samples = check_num_samples(self.num_samples)
         if not isinstance(self.by_batch, bool):
             raise TypeError(f"Mixture: by_batch={self.by_batch!r}: pass True or False")
-        self.stores = tuple(self.shares)
+        self.training_sets = tuple(self.shares)
 
     @override
     def make(self, pool: Pool, seed: int, fields: Fields) -> "MixtureSampler":
@@ -106,7 +107,7 @@ class Mixture(ReprAsCall, SamplerFactory):
             ValueError: ``shares`` names other training sets, or a set with a share has no
                 row.
         """
-        names, sizes = self._sets(pool)
+        names, rows_per_set = self._names_and_rows(pool)
         shares = np.array([self.shares[name] for name in names])
         shares /= shares.max()  # The sum of very large numbers would be infinite.
         shares /= shares.sum()
@@ -119,8 +120,8 @@ class Mixture(ReprAsCall, SamplerFactory):
         unit = batch or 1
         num_units = max(1, count // unit)
         counts = [num * unit for num in _round_to_sum(num_units * shares, num_units)]
-        for name, share, size, num in zip(names, shares, sizes.tolist(), counts, strict=True):
-            if share and not size:
+        for name, share, num_rows, num in zip(names, shares, rows_per_set, counts, strict=True):
+            if share and not num_rows:
                 raise ValueError(f"{self!r}: the training set {name!r} has no window")
             if batch and share and not num:
                 raise ValueError(
@@ -128,25 +129,25 @@ class Mixture(ReprAsCall, SamplerFactory):
                     f" would be of {name!r}: increase its share, or the number of batches, with"
                     " num_samples and batch_size"
                 )
-        sets = Sets(tuple(sizes.tolist()), tuple(counts), batch)
-        kind = ByBatchSampler if batch else MixtureSampler
-        return kind(sets.pool_of(pool), seed, sets=sets, num_samples=sum(counts))
+        sets = Sets(tuple(rows_per_set), tuple(counts), batch)
+        sampler_type = ByBatchSampler if batch else MixtureSampler
+        return sampler_type(sets.pool_of(pool), seed, sets=sets, num_samples=sum(counts))
 
-    def _sets(self, pool: Pool) -> tuple[tuple[str, ...], Integers]:
+    def _names_and_rows(self, pool: Pool) -> tuple[tuple[str, ...], list[int]]:
         """Return the names of the training sets, and their numbers of rows or windows."""
         windows = pool.rows if isinstance(pool.rows, WindowedRows) else None
         joined = windows.series if windows is not None else pool.rows
-        if not isinstance(joined, JoinedRows) or {*joined.stores} != {*self.shares}:
-            names = joined.stores if isinstance(joined, JoinedRows) else "one set without a name"
+        if not isinstance(joined, JoinedRows) or {*joined.set_names} != {*self.shares}:
+            names = joined.set_names if isinstance(joined, JoinedRows) else "one set without a name"
             raise ValueError(
                 f"{self!r}: the training sets are {names}; set a share for each of them, such as"
                 " train_dataset={'a': ..., 'b': ...} with sampler=Mixture({'a': 0.7, 'b': 0.3})"
             )
         # The sets follow each other in storage order.
-        bounds = bounds_of(joined.member_sizes)
+        bounds = bounds_of(joined.rows_per_set)
         if windows is not None:
             bounds = np.append(windows.starts, windows.num_rows)[bounds]
-        return joined.stores, np.diff(bounds)
+        return joined.set_names, np.diff(bounds).tolist()
 
 
 def _round_to_sum(numbers: NDArray[np.float64], total: int) -> list[int]:
@@ -165,7 +166,7 @@ class _Sections(NamedTuple):
     """
 
     shard: Integers
-    set: Integers
+    set_index: Integers
     #: A half-open range of the set's positions.
     start: Integers
     stop: Integers
@@ -181,16 +182,16 @@ class Sets:
     """The sets of a mixture, and how the positions of an epoch divide them into shards.
 
     Args:
-        sizes: Rows of each set.
-        counts: Positions of each set in an epoch.
+        rows_per_set: Rows of each set.
+        positions_per_set: Positions of each set in an epoch.
         global_batch: Rows of a global batch if all are of one set, else 0.
     """
 
     # With by_batch, the positions of each set are divided among the shards separately, by the
     # batches that start at a shard. A row on a cut belongs to two shards.
 
-    sizes: tuple[int, ...]
-    counts: tuple[int, ...]
+    rows_per_set: tuple[int, ...]
+    positions_per_set: tuple[int, ...]
     global_batch: int = 0
 
     @property
@@ -198,12 +199,12 @@ class Sets:
         """The values that identify these sets, as JSON values."""
         # Errors show the first difference: the batch size determines the positions.
         batch = {"global_batch": self.global_batch} if self.global_batch else {}
-        return {**batch, "positions of sets": str(self.counts)}
+        return {**batch, "positions of sets": str(self.positions_per_set)}
 
     def _position_bounds(self, num_shards: int) -> tuple[Integers, Integers]:
         """Return which positions of each set a shard holds: starts and stops, (C, sets) each."""
         shards = np.arange(num_shards)
-        counts = np.array(self.counts)
+        counts = np.array(self.positions_per_set)
         if not self.global_batch:
             order = (shards * _GOLDEN_RATIO % 1).argsort()
             sizes = shard_rows(int(counts.sum()), num_shards)[order]
@@ -223,7 +224,7 @@ class Sets:
 
     def batch_start_shards(self, num_shards: int) -> Integers:
         """Return the shard of the first position of each batch of an epoch."""
-        batches = np.arange(sum(self.counts) // self.global_batch)
+        batches = np.arange(sum(self.positions_per_set) // self.global_batch)
         return batches * self.global_batch % num_shards
 
     def sets_of_batches(self, order: Integers) -> Integers:
@@ -232,7 +233,7 @@ class Sets:
         Args:
             order: The batches, sorted by the shards they start at.
         """
-        counts = np.array(self.counts) // self.global_batch
+        counts = np.array(self.positions_per_set) // self.global_batch
         sets = group_of(counts)
         ranks = index_in_group(counts)
         spread = sets[np.lexsort((sets, (ranks + 0.5) / counts[sets]))]
@@ -243,17 +244,17 @@ class Sets:
     def sections(self, num_shards: int) -> _Sections:
         """Return what each shard holds of each set."""
         starts, stops = self._position_bounds(num_shards)
-        shard, number = np.nonzero(stops > starts)
-        start = starts[shard, number]
-        stop = stops[shard, number]
-        # Python integers do not overflow. Row r covers the positions from r * count / size on.
-        sizes = np.array(self.sizes, object)[number]
-        counts = np.array(self.counts, object)[number]
-        row_start = (start * sizes // counts).astype(np.int64)
-        row_stop = ceil_div(stop * sizes, counts).astype(np.int64)
+        shard, set_index = np.nonzero(stops > starts)
+        start = starts[shard, set_index]
+        stop = stops[shard, set_index]
+        # Python integers do not overflow. Row r covers the positions from r * positions / rows on.
+        rows = np.array(self.rows_per_set, object)[set_index]
+        positions = np.array(self.positions_per_set, object)[set_index]
+        row_start = (start * rows // positions).astype(np.int64)
+        row_stop = ceil_div(stop * rows, positions).astype(np.int64)
         num_before = starts_of(row_stop - row_start)
         offset = num_before - num_before[np.searchsorted(shard, shard)]
-        return _Sections(shard, number, start, stop, row_start, row_stop, offset)
+        return _Sections(shard, set_index, start, stop, row_start, row_stop, offset)
 
     def pool_of(self, pool: Pool) -> Pool:
         """Return a pool whose shards hold these sections of the rows of a pool."""
@@ -261,10 +262,10 @@ class Sets:
         lengths = sections.row_stop - sections.row_start
         sizes = np.bincount(sections.shard, lengths, pool.num_shards).astype(np.int64)
         starts = starts_of(lengths)
-        set_starts = starts_of(np.array(self.sizes))[sections.set]
+        set_starts = starts_of(np.array(self.rows_per_set))[sections.set_index]
         shifts = set_starts + sections.row_start - starts
         # Sections that follow each other in storage order form one run.
-        is_new = np.diff(shifts, prepend=shifts[0] - 1) != 0
+        is_new = differs_from_previous(shifts)
         return pool.choose(sizes, Runs(starts[is_new], shifts[is_new]))
 
 
@@ -274,7 +275,7 @@ class MixtureSampler(DrawnSampler):
 
     # The first and the last row of a section may belong to other shards too. They are drawn as
     # often as points at a distance of 1 lie on their part of the line of positions, as in
-    # weighted.py, so that each row of a set is drawn count / size times, rounded up or down. The
+    # weighted.py. Each row of a set is thus drawn positions / rows times, rounded up or down. The
     # first point moves on by the golden ratio from epoch to epoch, so that over several epochs, no
     # part of the line has many points more than another one of its length.
     # All rows between the first and the last belong to this shard alone, and are read in turn.
@@ -285,15 +286,15 @@ class MixtureSampler(DrawnSampler):
     def _sections(self) -> tuple[_Sections, NDArray[np.uint64]]:
         """Return the sections of all shards, and a random number for each."""
         sections = self.sets.sections(self.num_shards)
-        return sections, bit_generator(self.seed, 0, 1).random_raw(len(sections.set))
+        return sections, bit_generator(self.seed, 0, 1).random_raw(len(sections.set_index))
 
     def _sections_of(self, shards: Integers) -> tuple[_Sections, NDArray[np.uint64]]:
         """Return `_sections` for some shards, shard after shard."""
-        sections, numbers = self._sections()
+        sections, random = self._sections()
         starts = np.searchsorted(sections.shard, shards, "left")
         stops = np.searchsorted(sections.shard, shards, "right")
         index = ranges(starts, stops - starts)
-        return _Sections(*(column[index] for column in sections)), numbers[index]
+        return _Sections(*(column[index] for column in sections)), random[index]
 
     @override
     def draw_shards(self, epoch: int, shards: Integers) -> NDArray[Any]:
@@ -319,17 +320,17 @@ class MixtureSampler(DrawnSampler):
         self, sections: _Sections, rows: Integers, epoch: int
     ) -> tuple[Integers, Integers]:
         """Count the points before a row of each section, in this epoch and in all earlier ones."""
-        # Point k of a set is at (k + turn) * size, on a line where row r starts at r * count.
-        number = sections.set
-        sizes = np.array(self.sets.sizes, object)[number]
-        counts = np.array(self.sets.counts, object)[number]
-        integer_part = rows * counts // sizes
-        fraction = (rows * counts % sizes * 2**64 // sizes).astype(np.uint64)
+        # Point k of a set is at (k + turn) * rows, on a line where row r starts at r * positions.
+        set_index = sections.set_index
+        rows_per_set = np.array(self.sets.rows_per_set, object)[set_index]
+        products = rows * np.array(self.sets.positions_per_set, object)[set_index]
+        integer_part = products // rows_per_set
+        fraction = (products % rows_per_set * 2**64 // rows_per_set).astype(np.uint64)
         turns, past_turns = self._turns(epoch)
-        points = integer_part + (turns[number] < fraction)
+        points = integer_part + (turns[set_index] < fraction)
         past_points = epoch * integer_part
         for index, past in enumerate(past_turns):
-            is_of_set = number == index
+            is_of_set = set_index == index
             past_points[is_of_set] += past.searchsorted(fraction[is_of_set])
         return np.clip(points.astype(np.int64), sections.start, sections.stop), past_points
 
@@ -339,7 +340,7 @@ class MixtureSampler(DrawnSampler):
 
         In units of 2**-64: uint64 of shape (sets,), and (epoch,) for each set.
         """
-        first = bit_generator(self.seed, 0).random_raw(len(self.sets.sizes))[:, None]
+        first = bit_generator(self.seed, 0).random_raw(len(self.sets.rows_per_set))[:, None]
         turns = first + _GOLDEN_UNITS * np.arange(epoch + 1, dtype=np.uint64)
         return turns[:, -1], [np.sort(past) for past in turns[:, :-1]]
 
@@ -349,8 +350,8 @@ def _read_in_turn(
 ) -> tuple[Integers, Integers]:
     """Read stretches of consecutive rows in turn, starting over at their ends.
 
-    Reading 5 rows of a stretch with the offsets 10, 11 and 12, starting at its row 2, gives the
-    offsets 12, 10, 11, 12 and 10, in three runs.
+    5 rows of a stretch with the offsets 10, 11 and 12, read from its row 2 on, have the offsets
+    12, 10, 11, 12 and 10, in three runs.
 
     Args:
         offsets: Offset of the first row of each stretch.
@@ -384,7 +385,7 @@ class ByBatchSampler(MixtureSampler):
     @override
     def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:
         sections, _ = self._sections_of(np.array([shard]))
-        row_sets = sections.set[np.searchsorted(sections.offset, offsets, side="right") - 1]
+        row_sets = sections.set_index[np.searchsorted(sections.offset, offsets, side="right") - 1]
         positions = np.arange(len(offsets), dtype=np.int64) * self.num_shards + shard
         position_sets = self._batch_sets(epoch)[positions // self.sets.global_batch]
         # The permuted rows of a set go to the positions of its batches.

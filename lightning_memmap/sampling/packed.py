@@ -68,6 +68,8 @@ _OVERFLOWS = ("error", "split", "truncate", "drop")
 #: The number of documents for which a batch has room is a multiple of this.
 _DOCUMENTS_MULTIPLE = 8
 _NO_LIMIT = 2**40
+#: Fraction of padding from which a user is told that larger blocks have less.
+_MUCH_PADDING = 0.05
 #: The packs of a mixture are this many times those that its first epoch needs.
 _MIXTURE_MARGIN = 1.02
 #: Derives the seed by which documents of training sets are drawn.
@@ -125,9 +127,14 @@ class Packed(ReprAsCall, SamplerFactory):
         if self.shares is not None:
             # It checks the shares.
             self.shares = Mixture(self.shares).shares
-            self.stores = tuple(self.shares)
+            self.training_sets = tuple(self.shares)
         if self.shares_of not in ("tokens", "documents"):
             raise ValueError(f"Packed: shares_of={self.shares_of!r}: choose tokens or documents")
+        if self.shares is None and self.shares_of != "tokens":
+            raise ValueError(
+                f"Packed: shares_of={self.shares_of!r} has no effect without shares: pass the share"
+                " of each training set, or omit shares_of"
+            )
         if not isinstance(self.field, str):
             raise TypeError(f"Packed: field={self.field!r}: pass the name of a field")
         if isinstance(self.length, Mapping):
@@ -242,10 +249,10 @@ class Packed(ReprAsCall, SamplerFactory):
         """Return the index of the training set of each row of a pool."""
         rows = pool.rows
         assert self.shares is not None
-        if not isinstance(rows, JoinedRows) or {*rows.stores} != {*self.shares}:
-            names = rows.stores if isinstance(rows, JoinedRows) else "one set without a name"
+        if not isinstance(rows, JoinedRows) or {*rows.set_names} != {*self.shares}:
+            names = rows.set_names if isinstance(rows, JoinedRows) else "one set without a name"
             raise ValueError(f"{self!r}: the training sets are {names}; set a share for each")
-        return group_of(rows.member_sizes)
+        return group_of(rows.rows_per_set)
 
     def _plan_draws(
         self, documents: "Documents", set_of_row: Integers, names: Sequence[str]
@@ -344,7 +351,7 @@ class Packed(ReprAsCall, SamplerFactory):
         """Return the lengths of the rows of a pool by its index, of shape (rows, fields)."""
         if isinstance(pool.rows, WindowedRows):
             raise ValueError(f"{self!r}: the rows are windows, which have one length: omit sampler")
-        rows = pool.dataset_rows(pool.index())
+        rows = pool.dataset_rows(pool.indices())
         columns = [fields.lengths(name) for name in self.limits]
         longest = max(int(column.max(initial=0)) for column in columns)
         dtype = np.int32 if longest < 2**31 else np.int64
@@ -381,7 +388,7 @@ class Packed(ReprAsCall, SamplerFactory):
 
 def _set_names(pool: Pool) -> tuple[str, ...]:
     assert isinstance(pool.rows, JoinedRows)
-    return pool.rows.stores
+    return pool.rows.set_names
 
 
 def _no_token_error(field: str) -> ValueError:
@@ -796,6 +803,14 @@ class PackedSampler(Sampler):
         return 1 - tokens / (self.num_positions * self.options.length)
 
     @property
+    def wastes_packs(self) -> bool:
+        """Whether blocks are so small that much of their packs is padding."""
+        # For several training sets, the packs of an epoch would have to be planned.
+        if self.shuffle_block is None or self.is_sequential or self.documents.readings is not None:
+            return False
+        return self.padding_fraction > _MUCH_PADDING
+
+    @property
     def cuts_rows(self) -> bool:
         """Whether documents may be pieces of rows."""
         return self.options.split or self.options.overflow in ("split", "truncate")
@@ -886,9 +901,9 @@ class UnpackedSampler(PackedSampler):
         return replace(self, shuffle_block=block)
 
     @override
-    def block_runs(self, epoch: int, number: int) -> list[range] | None:
+    def block_runs(self, epoch: int, block_index: int) -> list[range] | None:
         assert self.shuffle_block is not None
-        start = number * self.shuffle_block
+        start = block_index * self.shuffle_block
         return [range(start, min(start + self.shuffle_block, self.pool.longest))]
 
     @override

@@ -54,16 +54,16 @@ class Tables:
         self.lock = RLock()
         self._caches: dict[str, OrderedDict[int, Any]] = {}
 
-    def get(self, kind: str, number: int, make: Callable[[], T]) -> T:
+    def get(self, kind: str, key: int, make: Callable[[], T]) -> T:
         """Return the table of an epoch or block, computing it if it isn't cached."""
         with self.lock:
             cache = self._caches.setdefault(kind, OrderedDict())
-            if number not in cache:
-                cache[number] = make()
+            if key not in cache:
+                cache[key] = make()
                 if len(cache) > self._max_cached:
                     cache.popitem(last=False)
-            cache.move_to_end(number)
-            table: T = cache[number]
+            cache.move_to_end(key)
+            table: T = cache[key]
             return table
 
     def clear(self) -> None:
@@ -226,60 +226,63 @@ class _Cipher:
     def __init__(self, sizes: Integers, bits: np.random.Philox) -> None:
         num_shards = len(sizes)
         largest = int(sizes[0])
-        self._bits = ((largest - 1).bit_length() + 1) // 2
-        low = 2**self._bits
-        self._high = ceil_div(largest, low)
+        self._low_bits = ((largest - 1).bit_length() + 1) // 2
+        low_radix = 2**self._low_bits
+        self._high_radix = ceil_div(largest, low_radix)
+        radices = low_radix, self._high_radix
         self._common = [
-            _random_table(bits, 1, *((self._high, low) if index % 2 else (low, self._high)))[0]
+            _random_table(bits, 1, radices[index % 2], radices[1 - index % 2])[0]
             for index in range(_COMMON_ROUNDS)
         ]
-        # In the second of a shard's three rounds, the bits above the lower digit hold the number
-        # of the shard, so that together they index one table for all shards. The first table puts
-        # the number in, and the last one removes it.
-        number = np.arange(num_shards, dtype=np.uint32)[:, None] << np.uint32(self._bits)
+        # In the second of a shard's three rounds, the bits above the lower digit hold the index of
+        # the shard, so that together they index one table for all shards. The first table puts the
+        # index in, and the last one removes it.
+        shard_bits = np.arange(num_shards, dtype=np.uint32)[:, None] << np.uint32(self._low_bits)
         self._by_shard = [
-            _random_table(bits, num_shards, self._high, low),
-            _random_table(bits, num_shards, low, self._high).ravel(),
-            _random_table(bits, num_shards, self._high, low),
+            _random_table(bits, num_shards, self._high_radix, low_radix),
+            _random_table(bits, num_shards, low_radix, self._high_radix).ravel(),
+            _random_table(bits, num_shards, self._high_radix, low_radix),
         ]
         for index in (0, 2):
-            self._by_shard[index] |= number
+            self._by_shard[index] |= shard_bits
             self._by_shard[index] = self._by_shard[index].ravel()
         self._sizes = sizes
 
     def grid(self, start: int, stop: int, shards: Integers, shard_starts: Integers) -> Integers:
         """Permute offsets; see `Permutation`."""
         upper, lower = self._common_rounds(np.arange(start, stop, dtype=np.int64))
-        num_shards = len(shards)
-        offsets = np.empty(len(upper) * num_shards, np.int64)
-        step = max(1, _CHUNK // num_shards)
-        tables = np.tile((shards * self._high).astype(np.uint32), min(step, len(upper)))
+        # Offset by offset, with a column for each of the shards.
+        num_columns = len(shards)
+        results = np.empty(len(upper) * num_columns, np.int64)
+        step = max(1, _CHUNK // num_columns)
+        table_starts = (shards * self._high_radix).astype(np.uint32)
+        chunk_table_starts = np.tile(table_starts, min(step, len(upper)))
         for chunk_start in range(0, len(upper), step):
             chunk = slice(chunk_start, chunk_start + step)
-            out = offsets[chunk_start * num_shards : (chunk_start + step) * num_shards]
-            chunk_upper = np.repeat(upper[chunk], num_shards)
-            chunk_lower = np.repeat(lower[chunk], num_shards)
-            self._shard_rounds(chunk_upper, chunk_lower, tables, out)
+            out = results[chunk_start * num_columns : (chunk_start + step) * num_columns]
+            chunk_upper = np.repeat(upper[chunk], num_columns)
+            chunk_lower = np.repeat(lower[chunk], num_columns)
+            self._shard_rounds(chunk_upper, chunk_lower, chunk_table_starts, out)
         # Results outside of their shard are permuted again until they are inside ("cycle walking"),
         # or back at their offset, which only happens behind the last position.
-        outside = np.flatnonzero(offsets >= self._sizes[-1])
+        outside = np.flatnonzero(results >= self._sizes[-1])
         while len(outside):
-            outside_shards = shards[outside % num_shards]
-            results = offsets[outside]
-            is_beyond = results >= self._sizes[outside_shards]
-            is_outside = is_beyond & (results != start + outside // num_shards)
+            columns = outside % num_columns
+            offsets = results[outside]
+            is_outside = offsets >= self._sizes[shards[columns]]
+            is_outside &= offsets != start + outside // num_columns
             outside = outside[is_outside]
-            tables = (outside_shards[is_outside] * self._high).astype(np.uint32)
+            digits = self._common_rounds(offsets[is_outside])
             again = np.empty_like(outside)
-            self._shard_rounds(*self._common_rounds(results[is_outside]), tables, again)
-            offsets[outside] = again
-        offsets += np.tile(shard_starts, len(upper))
-        return offsets
+            self._shard_rounds(*digits, table_starts[columns[is_outside]], again)
+            results[outside] = again
+        results += np.tile(shard_starts, len(upper))
+        return results
 
     def _common_rounds(self, offsets: Integers) -> tuple[Digits, Digits]:
         """Split offsets into digits, and apply the rounds that all shards share."""
-        upper = (offsets >> self._bits).astype(np.uint32)
-        lower = (offsets & (2**self._bits - 1)).astype(np.uint32)
+        upper = (offsets >> self._low_bits).astype(np.uint32)
+        lower = (offsets & (2**self._low_bits - 1)).astype(np.uint32)
         for index, table in enumerate(self._common):
             if index % 2:
                 lower ^= table[upper]
@@ -287,31 +290,37 @@ class _Cipher:
                 self._add(upper, table[lower])
         return upper, lower
 
-    def _shard_rounds(self, upper: Digits, lower: Digits, tables: Digits, out: Integers) -> None:
-        """Apply the rounds of each shard, and write the offsets to ``out``. Overwrites digits."""
-        tables = tables[: len(upper)]
+    def _shard_rounds(
+        self, upper: Digits, lower: Digits, table_starts: Digits, out: Integers
+    ) -> None:
+        """Apply the rounds of each shard, and write the offsets to ``out``. Overwrites digits.
+
+        ``table_starts`` is where the table of each offset's shard starts in the first and the last
+        of the shards' tables.
+        """
+        table_starts = table_starts[: len(upper)]
         index = np.empty_like(upper)
         values = np.empty_like(upper)
         # All indices are valid: "wrap" is the fastest mode.
-        np.add(upper, tables, out=index)
+        np.add(upper, table_starts, out=index)
         lower ^= self._by_shard[0].take(index, out=values, mode="wrap")
         self._add(upper, self._by_shard[1].take(lower, out=values, mode="wrap"))
-        np.add(upper, tables, out=index)
+        np.add(upper, table_starts, out=index)
         lower ^= self._by_shard[2].take(index, out=values, mode="wrap")
-        if self._high << self._bits <= 2**32:
-            upper <<= np.uint32(self._bits)
+        if self._high_radix << self._low_bits <= 2**32:
+            upper <<= np.uint32(self._low_bits)
             upper |= lower
             out[:] = upper
         else:
             out[:] = upper
-            out <<= self._bits
+            out <<= self._low_bits
             out |= lower
 
     def _add(self, upper: Digits, other: Digits) -> None:
         """Add to upper digits modulo their radix. Overwrites ``other``."""
         upper += other
         # Unsigned: below the radix, subtracting it results in a huge number.
-        np.subtract(upper, np.uint32(self._high), out=other)
+        np.subtract(upper, np.uint32(self._high_radix), out=other)
         np.minimum(upper, other, out=upper)
 
 
@@ -366,16 +375,16 @@ class BlockPermutation:
         table_bytes = 8 * block * (len(sizes) if block < _LONG_SHARD else 2)
         self._tables = Tables(max(_MIN_CACHED_BLOCKS, _CACHED_BLOCK_BYTES // table_bytes))
 
-    def runs(self, number: int) -> list[range]:
+    def runs(self, block_index: int) -> list[range]:
         """Return the offsets of a block, one to three ranges, equal for all shards."""
         num_extra = 0
         size = self._block
-        if number < self._num_full:
+        if block_index < self._num_full:
             zero = np.zeros(1, np.int64)
-            index = int(self._order.grid(number, number + 1, zero, zero)[0])
+            index = int(self._order.grid(block_index, block_index + 1, zero, zero)[0])
         else:
-            index = number
-            size = self._shared - number * self._block
+            index = block_index
+            size = self._shared - block_index * self._block
             num_extra = self._longest - self._shared
         start = (self._start + index * self._block) % max(1, self._shared)
         stop = start + size
@@ -390,13 +399,13 @@ class BlockPermutation:
         """Permute offsets; see `Permutation`."""
         zeros = np.zeros_like(shard_starts)
         grids = []
-        for number in range(start // self._block, (stop - 1) // self._block + 1):
-            block_start = number * self._block
+        for block_index in range(start // self._block, (stop - 1) // self._block + 1):
+            block_start = block_index * self._block
             block_stop = block_start + self._block
-            within = self._tables.get("block", number, partial(self._within, number))
+            within = self._tables.get("block", block_index, partial(self._within, block_index))
             first = max(start, block_start) - block_start
             grid = within.grid(first, min(stop, block_stop) - block_start, shards, zeros)
-            runs = self.runs(number)
+            runs = self.runs(block_index)
             run_starts = starts_of(np.array([len(run) for run in runs]))
             shifts = np.array([run.start for run in runs]) - run_starts
             grids.append(Runs(run_starts, shifts).at(grid))
@@ -404,7 +413,7 @@ class BlockPermutation:
         offsets += shard_starts
         return offsets.ravel()
 
-    def _within(self, number: int) -> Permutation:
+    def _within(self, block_index: int) -> Permutation:
         """Return the permutations of each shard's rows within one block."""
-        sizes = np.clip(self._sizes - number * self._block, 0, self._block)
-        return permuted(sizes, bit_generator(*self._words, 2 + number))
+        sizes = np.clip(self._sizes - block_index * self._block, 0, self._block)
+        return permuted(sizes, bit_generator(*self._words, 2 + block_index))

@@ -133,30 +133,30 @@ class Pool:
             return None
         return self.chosen.at(np.minimum(self.starts, max(0, self.num_rows - 1)))
 
-    def index(self, shard: int | None = None) -> Integers:
+    def indices(self, shard: int | None = None) -> Integers:
         """Return the indices of one shard's rows, or of all rows."""
         if shard is None:
             return np.arange(self.num_rows, dtype=np.int64)
         return np.arange(self.starts[shard], self.starts[shard] + self.sizes[shard])
 
-    def numbers(self, index: Integers) -> Integers:
-        """Return the numbers of rows among ``rows``, int64 of the shape of ``index``."""
+    def subset_index(self, index: Integers) -> Integers:
+        """Return the subset indices of rows, int64 of the shape of ``index``."""
         base = self.base_index(index)
-        return self._striping.rows(base) if self.is_striped else self.rows.numbers_at(base)
+        return self._striping.rows(base) if self.is_striped else self.rows.subset_index_at(base)
 
     def file_rows(self, index: Integers) -> Integers:
         """Return where rows are stored in the files, counted in rows."""
         if self._is_file_order:
             return self.base_index(index)
-        return self.rows.file_rows(self.numbers(index))
+        return self.rows.file_rows(self.subset_index(index))
 
     def dataset_rows(self, index: Integers) -> Integers:
         """Return the rows of the dataset."""
-        return self.rows.dataset_rows(self.numbers(index))
+        return self.rows.dataset_rows(self.subset_index(index))
 
     def shard_dataset_rows(self, shard: int) -> Integers:
         """Return the dataset rows of one shard, in the order of the pool."""
-        return self.dataset_rows(self.index(shard))
+        return self.dataset_rows(self.indices(shard))
 
     def base_index(self, index: Integers) -> Integers:
         """Return the indices of rows in the base, the pool that holds all rows once."""
@@ -169,38 +169,38 @@ class Pool:
 
         If only one of the bases is striped, it must be the other one.
         """
-        index = other.index(shard)
+        index = other.indices(shard)
         if self.is_striped == other.is_striped:
             return other.base_index(index)
-        return self.rows.storage_ranks[other.numbers(index)]
+        return self.rows.storage_ranks[other.subset_index(index)]
 
 
-def merge_pools(pools: Sequence[Pool]) -> Pool:
-    """Merge pools: each shard holds the union of its rows, without duplicates, in file order."""
+def unite_pools(pools: Sequence[Pool]) -> Pool:
+    """Return the union of pools shard by shard, without duplicates, in storage order."""
     first = pools[0]
     is_striped = all(pool.is_striped for pool in pools)
     base = replace(
         Pool.of(first.rows, first.num_shards, is_striped), global_batch=first.global_batch
     )
-    merged = [
+    united = [
         distinct(np.concatenate([base.base_index_of(pool, shard) for pool in pools]))
         for shard in range(first.num_shards)
     ]
-    sizes = np.array([len(index) for index in merged], np.int64)
-    run_starts = np.array([index[0] if len(index) else 0 for index in merged], np.int64)
-    run_stops = np.array([index[-1] + 1 if len(index) else 0 for index in merged], np.int64)
+    sizes = np.array([len(index) for index in united], np.int64)
+    run_starts = np.array([index[0] if len(index) else 0 for index in united], np.int64)
+    run_stops = np.array([index[-1] + 1 if len(index) else 0 for index in united], np.int64)
     if (run_stops - run_starts == sizes).all():
         starts = starts_of(sizes)
         has_rows = sizes > 0
         return base.choose(sizes, Runs(starts[has_rows], (run_starts - starts)[has_rows]))
-    return base.choose(sizes, np.concatenate(merged))
+    return base.choose(sizes, np.concatenate(united))
 
 
-def window_spans(pool: Pool, shards: Sequence[int]) -> tuple[Integers, Integers]:
-    """Find the windows of each series that some shards hold, and all windows between them.
+def window_ranges(pool: Pool, shards: Sequence[int]) -> tuple[Integers, Integers]:
+    """Find the range of windows of each series from the first to the last that some shards hold.
 
     Returns:
-        The first of these windows, and how many there are up to the last one, or 0: both int64 of
+        The first window of each range, and its number of windows, which may be 0: both int64 of
         shape (series,).
     """
     rows = pool.rows
@@ -224,7 +224,7 @@ def _window_runs(
         series, file_windows, counts = rows.runs_between(pool.num_shards, [bounds], None)
         yield series, file_windows, counts
         return
-    index = pool.index(shard)
+    index = pool.indices(shard)
     for start in range(0, len(index), _WINDOWS_AT_ONCE):
         file_windows = pool.file_rows(index[start : start + _WINDOWS_AT_ONCE])
         yield rows.in_series(file_windows)[0], file_windows, 1

@@ -3,12 +3,12 @@
 Rows may be all rows of a store, a subset of them, the rows of several stores, or windows over
 series. A row has several numberings. A subset (6, 1, 4, 3) of 7 rows stored in 3 shards::
 
-    number         0  1  2  3    index among these rows, in the order that dataset order shows
+    subset index   0  1  2  3    index among these rows, in the order that dataset order shows
     dataset row    6  1  4  3    index in the whole dataset
     file row       2  3  4  1    index in the files, which hold 0 3 6 | 1 4 | 2 5
 
     storage rank   0  2  3  1    index in the files of a store that held these rows alone, which
-                                 would be the numbers 0 3 | 1 | 2; for all rows, the file row
+                                 would be the rows 0 3 | 1 | 2; for all rows, the file row
 """
 
 from abc import ABC, abstractmethod
@@ -33,9 +33,9 @@ def default_shards(num_rows: int) -> int:
     return _DEFAULT_SHARDS[num_rows >= _MANY_ROWS]
 
 
-def divisors(number: int) -> list[int]:
-    """Return the divisors of a number, ascending."""
-    return [count for count in range(1, number + 1) if not number % count]
+def divisors(integer: int) -> list[int]:
+    """Return the divisors of an integer, ascending."""
+    return [count for count in range(1, integer + 1) if not integer % count]
 
 
 def shard_rows(num_rows: int, num_shards: int) -> Integers:
@@ -102,7 +102,7 @@ class Rows(ABC):
         """The values that identify these rows, as JSON values."""
 
     @abstractmethod
-    def file_rows(self, numbers: Integers) -> Integers:
+    def file_rows(self, subset_index: Integers) -> Integers:
         """Return where rows are stored in the files, counted in rows, int64 of shape (B,)."""
 
     @property
@@ -111,15 +111,15 @@ class Rows(ABC):
         return True
 
     @abstractmethod
-    def numbers_at(self, ranks: Integers) -> Integers:
-        """Return the numbers of the rows at these storage ranks, int64 of shape (B,)."""
+    def subset_index_at(self, ranks: Integers) -> Integers:
+        """Return the subset indices of the rows at these storage ranks, int64 of shape (B,)."""
 
     @cached_property
     def storage_ranks(self) -> Integers:
-        """The storage rank of each row by its number, int64 of shape (rows,)."""
+        """The storage rank of each row by its subset index, int64 of shape (rows,)."""
         index = np.arange(self.num_rows, dtype=np.int64)
         ranks = np.empty_like(index)
-        ranks[self.numbers_at(index)] = index
+        ranks[self.subset_index_at(index)] = index
         return ranks
 
     @property
@@ -127,9 +127,9 @@ class Rows(ABC):
         """The number of rows of the whole dataset."""
         return self.num_rows
 
-    def dataset_rows(self, numbers: Integers) -> Integers:
+    def dataset_rows(self, subset_index: Integers) -> Integers:
         """Return the rows of the whole dataset."""
-        return numbers
+        return subset_index
 
     def names(self, rows: Integers) -> list[Any]:
         """Return how dataset rows are shown to people, as JSON values."""
@@ -175,118 +175,118 @@ class StoreRows(Rows):
         return self.chosen is None
 
     @override
-    def file_rows(self, numbers: Integers) -> Integers:
-        return self.shards.file_rows(self.dataset_rows(numbers))
+    def file_rows(self, subset_index: Integers) -> Integers:
+        return self.shards.file_rows(self.dataset_rows(subset_index))
 
     @override
-    def numbers_at(self, ranks: Integers) -> Integers:
+    def subset_index_at(self, ranks: Integers) -> Integers:
         return Shards(self.num_rows, self.shards.num_shards).rows(ranks)
 
     @override
-    def dataset_rows(self, numbers: Integers) -> Integers:
+    def dataset_rows(self, subset_index: Integers) -> Integers:
         if self.chosen is None:
-            return numbers
-        chosen: Integers = self.chosen.array[numbers]
+            return subset_index
+        chosen: Integers = self.chosen.array[subset_index]
         return chosen
 
 
 @dataclass(frozen=True)
 class JoinedRows(Rows):
-    """The rows of several stores, store after store, both in number and in the files."""
+    """The rows of several training sets, set after set, both in dataset order and in the files."""
 
-    stores: tuple[str, ...]
-    members: tuple[StoreRows, ...]
+    set_names: tuple[str, ...]
+    training_sets: tuple[StoreRows, ...]
     is_contiguous = True
 
     @property
     @override
     def is_file_order(self) -> bool:
-        return all(member.is_file_order for member in self.members)
+        return all(rows.is_file_order for rows in self.training_sets)
 
     @property
     @override
     def num_rows(self) -> int:
-        return sum(self.member_sizes)
+        return sum(self.rows_per_set)
 
     @property
     @override
     def num_dataset_rows(self) -> int:
-        return sum(member.num_dataset_rows for member in self.members)
+        return sum(rows.num_dataset_rows for rows in self.training_sets)
 
     @cached_property
-    def member_sizes(self) -> list[int]:
-        """The number of rows used of each store."""
-        return [member.num_rows for member in self.members]
+    def rows_per_set(self) -> list[int]:
+        """The number of rows used of each set."""
+        return [rows.num_rows for rows in self.training_sets]
 
     @cached_property
     def starts(self) -> Integers:
-        """The first dataset row of each store, and its first file row, int64 of shape (stores,)."""
-        return starts_of(np.array([member.shards.num_rows for member in self.members]))
+        """The first dataset row of each set, and its first file row, int64 of shape (sets,)."""
+        return starts_of(np.array([rows.shards.num_rows for rows in self.training_sets]))
 
     @property
     @override
     def identity(self) -> dict[str, Any]:
-        pairs = zip(self.stores, self.members, strict=True)
-        subsets = {name: member.identity["subset"] for name, member in pairs}
+        pairs = zip(self.set_names, self.training_sets, strict=True)
+        subsets = {name: rows.identity["subset"] for name, rows in pairs}
         return {
-            "stores": dict(zip(self.stores, self.member_sizes, strict=True)),
+            "stores": dict(zip(self.set_names, self.rows_per_set, strict=True)),
             "subset": subsets if any(subsets.values()) else None,
             "num_rows": self.num_rows,
         }
 
-    def stores_of(self, rows: Integers) -> Integers:
-        """Return the index of the store of each dataset row, or of each file row."""
+    def set_index_of(self, rows: Integers) -> Integers:
+        """Return the index of the set of each dataset row, or of each file row."""
         return np.searchsorted(self.starts, rows, side="right") - 1
 
     @override
-    def file_rows(self, numbers: Integers) -> Integers:
-        return self._look_up_by_store(StoreRows.file_rows, numbers, self.starts)
+    def file_rows(self, subset_index: Integers) -> Integers:
+        return self._look_up_by_set(StoreRows.file_rows, subset_index, self.starts)
 
     @override
-    def dataset_rows(self, numbers: Integers) -> Integers:
-        return self._look_up_by_store(StoreRows.dataset_rows, numbers, self.starts)
+    def dataset_rows(self, subset_index: Integers) -> Integers:
+        return self._look_up_by_set(StoreRows.dataset_rows, subset_index, self.starts)
 
     @override
-    def numbers_at(self, ranks: Integers) -> Integers:
-        return self._look_up_by_store(StoreRows.numbers_at, ranks, self._member_starts)
+    def subset_index_at(self, ranks: Integers) -> Integers:
+        return self._look_up_by_set(StoreRows.subset_index_at, ranks, self._set_starts)
 
     @cached_property
-    def _member_starts(self) -> Integers:
-        return starts_of(np.array(self.member_sizes))
+    def _set_starts(self) -> Integers:
+        return starts_of(np.array(self.rows_per_set))
 
-    def _look_up_by_store(
+    def _look_up_by_set(
         self,
         look_up: Callable[[StoreRows, Integers], Integers],
-        numbers: Integers,
+        subset_index: Integers,
         result_starts: Integers,
     ) -> Integers:
-        """Look up integers store by store, and add the start of each store to the results."""
-        starts = self._member_starts
-        members = np.searchsorted(starts + self.member_sizes, numbers, side="right")
-        results = np.empty_like(numbers)
-        for index, member in enumerate(self.members):
-            is_here = members == index
-            here = look_up(member, numbers[is_here] - starts[index])
+        """Look up integers set by set, and add the start of each set to the results."""
+        starts = self._set_starts
+        set_index = np.searchsorted(starts + self.rows_per_set, subset_index, side="right")
+        results = np.empty_like(subset_index)
+        for index, rows in enumerate(self.training_sets):
+            is_here = set_index == index
+            here = look_up(rows, subset_index[is_here] - starts[index])
             results[is_here] = here + result_starts[index]
         return results
 
     @override
     def names(self, rows: Integers) -> list[Any]:
-        stores = self.stores_of(rows)
-        rows_in_stores = (rows - self.starts[stores]).tolist()
-        pairs = zip(stores.tolist(), rows_in_stores, strict=True)
-        return [[self.stores[store], row] for store, row in pairs]
+        set_index = self.set_index_of(rows)
+        rows_in_set = (rows - self.starts[set_index]).tolist()
+        pairs = zip(set_index.tolist(), rows_in_set, strict=True)
+        return [[self.set_names[index], row] for index, row in pairs]
 
 
 @dataclass(frozen=True)
 class WindowedRows(Rows):
-    """Windows over series, numbered series after series, both in number and in storage order.
+    """Windows over series, series after series, both in dataset order and in storage order.
 
     Windows are not stored: each is a series, which is a row of the store, and a first step in it.
     Windows of 3 steps with stride 2, over the series a and b of 6 and 5 steps, where the files
     store b first::
 
-        number         0     1     2     3
+        subset index   0     1     2     3
         window         a0-2  a2-4  b0-2  b2-4
         storage rank   2     3     0     1      "file rows" of windows count along the files, too
 
@@ -350,8 +350,8 @@ class WindowedRows(Rows):
         return starts_of(self.windows_per_series)
 
     @cached_property
-    def _number_starts(self) -> Integers:
-        """The number of each series' first window, by the number of the series."""
+    def _subset_starts(self) -> Integers:
+        """The subset index of each series' first window, by the subset index of the series."""
         return starts_of(self.windows_per_series[self.series.storage_ranks])
 
     def in_series(self, ranks: Integers) -> tuple[Integers, Integers]:
@@ -359,25 +359,25 @@ class WindowedRows(Rows):
         return _in_series(self.starts, ranks)
 
     @override
-    def file_rows(self, numbers: Integers) -> Integers:
-        series, windows = _in_series(self._number_starts, numbers)
+    def file_rows(self, subset_index: Integers) -> Integers:
+        series, windows = _in_series(self._subset_starts, subset_index)
         return windows + self.starts[self.series.storage_ranks[series]]
 
     @override
-    def numbers_at(self, ranks: Integers) -> Integers:
+    def subset_index_at(self, ranks: Integers) -> Integers:
         series, windows = self.in_series(ranks)
-        return windows + self._number_starts[self.series.numbers_at(series)]
+        return windows + self._subset_starts[self.series.subset_index_at(series)]
 
     @override
-    def dataset_rows(self, numbers: Integers) -> Integers:
+    def dataset_rows(self, subset_index: Integers) -> Integers:
         if self.all_windows is None:
-            return numbers
-        series, windows = _in_series(self._number_starts, numbers)
-        return windows + self.all_windows._number_starts[self.series.dataset_rows(series)]
+            return subset_index
+        series, windows = _in_series(self._subset_starts, subset_index)
+        return windows + self.all_windows._subset_starts[self.series.dataset_rows(series)]
 
     def find(self, rows: Integers) -> tuple[Integers, Integers]:
         """Find windows by dataset row: the dataset row of the series, and the window in it."""
-        return _in_series((self.all_windows or self)._number_starts, rows)
+        return _in_series((self.all_windows or self)._subset_starts, rows)
 
     @override
     def names(self, rows: Integers) -> list[Any]:
@@ -397,7 +397,8 @@ class WindowedRows(Rows):
 
         Args:
             num_shards: Shards, ``C``.
-            bounds: Half-open ranges, of storage ranks if ``shards`` is None, else of numbers.
+            bounds: Half-open ranges, of storage ranks if ``shards`` is None, else of subset
+                indices.
             shards: In dataset order: drop runs without a window in one of these shards, where
                 window ``n`` belongs to shard ``n % C``.
 
@@ -441,9 +442,9 @@ class WindowedRows(Rows):
             orders.append((used, self.starts[used], counts, np.cumsum(counts)))
         return orders
 
-    def num_steps_before(self, windows: Integers, is_by_number: bool) -> Integers:
+    def num_steps_before(self, windows: Integers, in_dataset_order: bool) -> Integers:
         """Count the steps of all windows before these; steps in several windows count once."""
-        _, _, counts, stops = self._by_order[is_by_number]
+        _, _, counts, stops = self._by_order[in_dataset_order]
         num_series = np.searchsorted(stops - counts, windows, side="left")
         return windows * self.stride + num_series * (self.length - self.stride)
 

@@ -161,14 +161,14 @@ class Sampler(ABC):
         """
         return replace(self, shuffle_block=block)
 
-    def block_runs(self, epoch: int, number: int) -> list[range] | None:
+    def block_runs(self, epoch: int, block_index: int) -> list[range] | None:
         """Return the offsets that a block holds of each shard, as runs of consecutive offsets.
 
         In the last block, a shard that is one row shorter than others lacks the last offset.
 
         Args:
             epoch: Epoch, counted from 0.
-            number: Block of the epoch, counted from 0.
+            block_index: Block of the epoch, counted from 0.
 
         Returns:
             Ranges of offsets, equal for all shards. None, for every block, if shards differ in
@@ -220,7 +220,9 @@ class Sampler(ABC):
         """Return which results of earlier epochs an epoch depends on, as JSON values."""
         return {}
 
-    def index(self, epoch: int, positions: range, shard_starts: Integers | None = None) -> Integers:
+    def locate(
+        self, epoch: int, positions: range, shard_starts: Integers | None = None
+    ) -> Integers:
         """Look up which rows of the pool are at these positions.
 
         Args:
@@ -262,12 +264,12 @@ class Sampler(ABC):
         Args:
             values: The value of each row of the pool, of shape (pool.num_rows,).
             epoch: Epoch, counted from 0.
-            positions: As for `index`.
+            positions: As for `locate`.
 
         Returns:
             Sums of shape (len(positions),).
         """
-        sums: NDArray[Any] = values[self.index(epoch, positions)]
+        sums: NDArray[Any] = values[self.locate(epoch, positions)]
         return sums
 
     def row_numbers(self, epoch: int, positions: range) -> Integers:
@@ -284,20 +286,20 @@ class Sampler(ABC):
 
         Args:
             epoch: Epoch, counted from 0.
-            positions: As for `index`.
+            positions: As for `locate`.
 
         Returns:
             Rows of the dataset, int64 of shape (len(positions),). If positions hold several rows,
             all of them, position after position; see `num_rows_at`.
 
         Raises:
-            ValueError: As for `index`.
+            ValueError: As for `locate`.
         """
         pool = self.pool
         if pool.chosen is not None or not pool.is_striped:
-            return pool.dataset_rows(self.index(epoch, positions))
+            return pool.dataset_rows(self.locate(epoch, positions))
         # Row i belongs to shard i % C, so the shard need not be searched for.
-        offsets = self.index(epoch, positions, np.zeros_like(pool.starts))
+        offsets = self.locate(epoch, positions, np.zeros_like(pool.starts))
         shards = np.arange(positions.start, positions.stop, positions.step) % pool.num_shards
         return pool.rows.dataset_rows(offsets * pool.num_shards + shards)
 
@@ -363,9 +365,9 @@ class SequentialSampler(ComputedSampler):
         return Alike()
 
     @override
-    def block_runs(self, epoch: int, number: int) -> list[range] | None:
+    def block_runs(self, epoch: int, block_index: int) -> list[range] | None:
         assert self.shuffle_block is not None
-        start = number * self.shuffle_block
+        start = block_index * self.shuffle_block
         return [range(start, min(start + self.shuffle_block, self.pool.longest))]
 
 
@@ -396,9 +398,9 @@ class ShuffledSampler(ComputedSampler):
         return BlockPermutation(self.positions_per_shard, self.shuffle_block, self.seed, epoch)
 
     @override
-    def block_runs(self, epoch: int, number: int) -> list[range] | None:
+    def block_runs(self, epoch: int, block_index: int) -> list[range] | None:
         permutation = self._permutation(epoch)
-        return permutation.runs(number) if isinstance(permutation, BlockPermutation) else None
+        return permutation.runs(block_index) if isinstance(permutation, BlockPermutation) else None
 
 
 def identifying(sampler: Sampler) -> list[Any]:

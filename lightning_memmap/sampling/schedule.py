@@ -67,7 +67,7 @@ class BatchSchedule:
     """How the positions from ``start`` to the end of an epoch are divided into steps.
 
     Args:
-        num_rows: Positions of an epoch, ``N``.
+        num_positions: Positions of an epoch, ``N``.
         global_batch: Positions of a step, ``G``.
         num_shards: Shards, ``C``.
         drop_last: Whether an incomplete last step is dropped.
@@ -82,7 +82,7 @@ class BatchSchedule:
     # - if even these two would be too short for gcd(G, C) data devices, the most that there can be,
     #   both become one step, which only happens if G divides C.
 
-    num_rows: int
+    num_positions: int
     global_batch: int
     num_shards: int
     drop_last: bool = False
@@ -95,15 +95,15 @@ class BatchSchedule:
         stretches: list[ConsecutiveSteps] = []
         start = self.start
         for skip_start, skip_stop in self.skipped:
-            if skip_start >= self.num_rows or skip_stop <= start:
+            if skip_start >= self.num_positions or skip_stop <= start:
                 continue
             if skip_start > start:
                 # Positions that were skipped with another global batch may start inside a step.
                 # The steps before them are then divided as if the epoch ended there.
-                steps = self._steps(start, self.num_rows).until(skip_start)
+                steps = self._steps(start, self.num_positions).until(skip_start)
                 stretches.append(steps or self._steps(start, skip_start))
-            start = min(skip_stop, self.num_rows)
-        stretches.append(self._steps(start, self.num_rows))
+            start = min(skip_stop, self.num_positions)
+        stretches.append(self._steps(start, self.num_positions))
         return tuple(steps for steps in stretches if len(steps))
 
     def _steps(self, start: int, stop: int) -> ConsecutiveSteps:
@@ -147,24 +147,24 @@ class SkippedSteps(msgspec.Struct, frozen=True, array_like=True):
         if any(start >= stop for start, stop in (*self.steps, *self.positions)):
             raise ValueError("a range of steps or positions is empty")
 
-    def adding(self, steps: tuple[Span, ...], epoch_steps: BatchSchedule) -> "SkippedSteps":
+    def adding(self, steps: tuple[Span, ...], epoch_schedule: BatchSchedule) -> "SkippedSteps":
         """Return these steps and others, which have the positions of a schedule.
 
         Raises:
             ValueError: All steps of an epoch would be skipped.
         """
-        num_steps = len(epoch_steps)
-        num_rows = epoch_steps.num_rows
+        num_steps = len(epoch_schedule)
+        num_positions = epoch_schedule.num_positions
 
         def position(step: int) -> int:
-            return step // num_steps * num_rows + epoch_steps.bounds(step % num_steps)[0]
+            return step // num_steps * num_positions + epoch_schedule.bounds(step % num_steps)[0]
 
         new = [(position(start), position(stop)) for start, stop in _without(steps, self.steps)]
         positions = _merged([*self.positions, *new])
         skipped = SkippedSteps(_merged([*self.steps, *steps]), positions)
         for start, stop in positions:
-            for epoch in range(start // num_rows, ceil_div(stop, num_rows)):
-                if not len(replace(epoch_steps, skipped=skipped.of_epoch(epoch, num_rows))):
+            for epoch in range(start // num_positions, ceil_div(stop, num_positions)):
+                if not len(replace(epoch_schedule, skipped=skipped.of_epoch(epoch, num_positions))):
                     raise ValueError(
                         f"skip_steps: all {num_steps} steps of epoch {epoch} would be skipped, that"
                         f" is {epoch * num_steps} to {(epoch + 1) * num_steps - 1} of the run: skip"
@@ -172,15 +172,15 @@ class SkippedSteps(msgspec.Struct, frozen=True, array_like=True):
                     )
         return skipped
 
-    def of_epoch(self, epoch: int, num_rows: int) -> tuple[Span, ...]:
-        """Return the skipped positions of an epoch of ``num_rows`` positions."""
-        start = epoch * num_rows
-        spans = ((max(0, a - start), min(b - start, num_rows)) for a, b in self.positions)
+    def of_epoch(self, epoch: int, num_positions: int) -> tuple[Span, ...]:
+        """Return the skipped positions of an epoch of ``num_positions`` positions."""
+        start = epoch * num_positions
+        spans = ((max(0, a - start), min(b - start, num_positions)) for a, b in self.positions)
         return tuple((a, b) for a, b in spans if a < b)
 
-    def epochs(self, num_rows: int) -> list[int]:
+    def epochs(self, num_positions: int) -> list[int]:
         """Return the epochs with skipped positions."""
-        spans = (range(a // num_rows, ceil_div(b, num_rows)) for a, b in self.positions)
+        spans = (range(a // num_positions, ceil_div(b, num_positions)) for a, b in self.positions)
         return sorted({epoch for span in spans for epoch in span})
 
 
@@ -240,7 +240,7 @@ class Blocks:
     sampler: Sampler
 
     @property
-    def rows(self) -> int:
+    def rows_per_shard(self) -> int:
         """Positions of a shard in a block."""
         assert self.sampler.shuffle_block is not None, f"{self.sampler} has no blocks"
         return self.sampler.shuffle_block
@@ -251,18 +251,18 @@ class Blocks:
         return self.sampler.block_runs(0, 0) is not None
 
     @property
-    def positions(self) -> int:
+    def num_block_positions(self) -> int:
         """Positions of a block over all shards."""
-        return self.rows * self.sampler.num_shards
+        return self.rows_per_shard * self.sampler.num_shards
 
     def __len__(self) -> int:
-        return ceil_div(self.sampler.num_positions, self.positions)
+        return ceil_div(self.sampler.num_positions, self.num_block_positions)
 
     @property
-    def longest(self) -> int:
+    def max_rows_per_shard(self) -> int:
         """The most rows of a shard in a block."""
         sampler = self.sampler
-        longest = min(self.rows, ceil_div(sampler.num_positions, sampler.num_shards))
+        longest = min(self.rows_per_shard, ceil_div(sampler.num_positions, sampler.num_shards))
         for shard, num_rows in enumerate(sampler.pool.sizes.tolist()):
             most = sampler.most_in_block(shard, np.broadcast_to(np.int64(1), num_rows))
             if most is None:
@@ -270,9 +270,9 @@ class Blocks:
             longest = max(longest, most)
         return longest
 
-    def index(self, epoch: int, number: int, shards: Integers) -> Integers:
+    def pool_indices(self, epoch: int, block_index: int, shards: Integers) -> Integers:
         """Return the rows that a block holds of some shards, as indices in the pool."""
         sampler = self.sampler
-        start = number * self.rows
-        stop = min(start + self.rows, ceil_div(sampler.num_positions, sampler.num_shards))
+        start = block_index * self.rows_per_shard
+        stop = min(start + self.rows_per_shard, ceil_div(sampler.num_positions, sampler.num_shards))
         return sampler.rows_at(epoch, start, stop, shards)

@@ -76,7 +76,7 @@ class Weighted(ReprAsCall, SamplerFactory):
             equally often. The field must not be None in a row to draw from. Or
             `lightning_memmap.results.Results`, a column that training made: a row without a value
             has the mean weight of the others. With ``each_epoch=True`` the weights are read again
-            before each epoch, and weigh a row against those of its shard; see docs/results.md.
+            before each epoch, and are relative to the row's shard; see docs/results.md.
         num_samples: Positions of an epoch; by default the number of rows.
 
     Raises:
@@ -103,7 +103,7 @@ class Weighted(ReprAsCall, SamplerFactory):
             ValueError: The number of weights isn't the number of rows; one is negative, not finite
                 or None; all are zero; or ``num_samples`` is out of range.
         """
-        rows = pool.dataset_rows(pool.index())
+        rows = pool.dataset_rows(pool.indices())
         if isinstance(self.weights, Column) and self.weights.each_epoch:
             return EpochWeightedSampler(
                 pool,
@@ -113,7 +113,10 @@ class Weighted(ReprAsCall, SamplerFactory):
             )
         weights, results = self._weights(rows, fields)
         if not weights.any():
-            raise ValueError("Weighted: all weights of the training rows are 0")
+            raise ValueError(
+                f"Weighted: all weights of the {len(weights)} training rows are 0: pass a positive"
+                " weight for at least one of them, or choose other rows with subset"
+            )
         count = pool.num_rows if self.num_samples is None else self.num_samples
         if count > _MAX_SAMPLES:
             raise ValueError(f"num_samples={count}: must be at most 2**40")
@@ -148,43 +151,46 @@ class Weighted(ReprAsCall, SamplerFactory):
             if all_weights.dtype.kind not in "buif":
                 raise TypeError(f"Weighted: weights of {all_weights.dtype}: pass numbers")
             values = all_weights[rows]
-        return _scaled_weights(values, rows), results
+        _check_weights(values, rows)
+        return _scaled(values), results
 
 
 def _class_weights(classes: NDArray[Any]) -> NDArray[np.float64]:
     """Return weights by which all classes are drawn equally often."""
-    _, numbers, counts = np.unique(classes, return_inverse=True, return_counts=True)
-    weights: NDArray[np.float64] = 1 / counts[numbers]
+    _, class_index, counts = np.unique(classes, return_inverse=True, return_counts=True)
+    weights: NDArray[np.float64] = 1 / counts[class_index]
     return weights
 
 
 def _column_weights(column: Column, values: ColumnValues, rows: Integers) -> NDArray[np.float64]:
-    """Return the weights of dataset rows by a column; the mean where there is no value."""
-    is_given = values.is_given[rows]
+    """Return the weights of dataset rows by a column; the mean of all if a row has no value."""
+    has_value = values.has_value[rows]
     weights = np.ones(len(rows), np.float64)
-    if is_given.any():
-        given = values.values[rows[is_given]]
-        given = given if given.dtype.kind == "f" else _class_weights(given)
-        _check_weights(given, rows[is_given], f" Weighted({column!r}): {column.remedy}")
-        weights[is_given] = given
-        weights[~is_given] = given.mean(dtype=np.float64)
+    if has_value.any():
+        known = values.values[rows[has_value]]
+        known = known if known.dtype.kind == "f" else _class_weights(known)
+        _check_weights(known, rows[has_value], f"Weighted({column!r}): {column.remedy}")
+        weights[has_value] = known
+        weights[~has_value] = known.mean(dtype=np.float64)
     return weights
 
 
-def _scaled_weights(values: NDArray[Any], rows: Integers) -> NDArray[np.float64]:
-    """Check the weights of dataset rows, and scale them so that the largest is 1."""
+def _scaled(values: NDArray[Any]) -> NDArray[np.float64]:
+    """Scale weights so that the largest is 1."""
     weights: NDArray[np.float64] = values.astype(np.float64)
-    _check_weights(weights, rows)
     weights /= max(weights.max(), np.finfo(np.float64).tiny)
     return weights
 
 
-def _check_weights(weights: NDArray[Any], rows: Integers, remedy: str = "") -> None:
+def _check_weights(
+    weights: NDArray[Any], rows: Integers, remedy: str = "Set it to 0 to leave the row out"
+) -> None:
+    """Check the weights of dataset rows."""
     wrong = np.flatnonzero(~((weights >= 0) & np.isfinite(weights)))
     if len(wrong):
         raise ValueError(
-            f"Weighted: row {rows[wrong[0]]} has the weight {weights[wrong[0]]}: weights must"
-            f" be finite and not negative.{remedy}"
+            f"Weighted: row {rows[wrong[0]]} has the weight {weights[wrong[0]]}: weights must be"
+            f" finite and not negative. {remedy}"
         )
 
 
@@ -256,8 +262,8 @@ class WeightedSampler(DrawnSampler):
         pool = self.pool
         unit_bits = _unit_bits(self.num_positions)
         shards = group_of(pool.sizes)
-        rows = pool.base_index(pool.index())
-        offsets = pool.index() - pool.starts[shards]
+        rows = pool.base_index(pool.indices())
+        offsets = pool.indices() - pool.starts[shards]
         # A row that is cut ends with its first shard, and starts with the next one.
         stops = self.lengths.array.cumsum()[rows]
         stops = np.minimum(stops, (self.positions_per_shard.cumsum() << unit_bits)[shards])
@@ -335,12 +341,12 @@ class EpochWeightedSampler(DrawnSampler):
     @cached_per_epoch
     def _weights(self, epoch: int) -> tuple[NDArray[np.float64], ColumnVersion | None]:
         """Return the weights of all rows of the pool. There are no results before epoch 0."""
-        rows = self.pool.dataset_rows(self.pool.index())
+        rows = self.pool.dataset_rows(self.pool.indices())
         if epoch == 0:
             return np.ones(len(rows)), None
         column = self.column.read(epoch)
         values = _column_weights(self.column.column, column, rows)
-        return _scaled_weights(values, rows), column.version
+        return _scaled(values), column.version
 
     @override
     def draw(self, epoch: int, shard: int) -> Integers:

@@ -189,7 +189,7 @@ class JoinedStore(Store):
 
     @override
     def each(self, rows: Integers) -> Iterator[tuple[Store, Integers, Integers]]:
-        store_of = self._rows.stores_of(rows)
+        store_of = self._rows.set_index_of(rows)
         for number, part in enumerate(self.parts):
             here = np.flatnonzero(store_of == number)
             yield part, here, rows[here] - self._rows.starts[number]

@@ -64,7 +64,7 @@ def read_series(store: Store, fields: tuple[str, ...], rows: Rows) -> Series:
         is_other = (other.steps != series.steps) | (other.begins != series.begins)
         if is_other.any():
             rank = np.flatnonzero(is_other)[:1]
-            row = int(rows.dataset_rows(rows.numbers_at(rank))[0])
+            row = int(rows.dataset_rows(rows.subset_index_at(rank))[0])
             raise ValueError(
                 f"windows: up to row {row}, field {name!r} has other numbers of steps than field"
                 f" {fields[0]!r}. Fields that are cut into windows together need the same number in"
@@ -76,7 +76,7 @@ def read_series(store: Store, fields: tuple[str, ...], rows: Rows) -> Series:
 def find_series_rows(rows: Rows) -> Integers:
     """Return the file rows of all rows, in storage order, int64 of shape (rows,)."""
     index = np.arange(rows.num_rows, dtype=np.int64)
-    return index if rows.is_file_order else rows.file_rows(rows.numbers_at(index))
+    return index if rows.is_file_order else rows.file_rows(rows.subset_index_at(index))
 
 
 def _series(column: OpenColumn, file_rows: Integers) -> Series:

@@ -209,7 +209,7 @@ def test_selected_rows_come_in_the_order_of_the_sets_in_dataset_order() -> None:
     order = SequentialSampler(pool)
     expected = [1, 3, *range(5, 14)]
     assert order.dataset_rows(0, range(11)).tolist() == expected
-    assert sorted(pool.dataset_rows(pool.index()).tolist()) == expected
+    assert sorted(pool.dataset_rows(pool.indices()).tolist()) == expected
     assert pool.rows.names(np.array(expected))[:3] == [["a", 1], ["a", 3], ["b", 0]]
 
 

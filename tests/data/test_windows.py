@@ -26,7 +26,7 @@ from lightning_memmap.sampling import (
     Weighted,
 )
 from lightning_memmap.sampling.identity import FrozenArray
-from lightning_memmap.sampling.pool import window_spans
+from lightning_memmap.sampling.pool import window_ranges
 from lightning_memmap.sampling.rows import Rows, Shards, StoreRows, WindowedRows
 from lightning_memmap.schema import Decode, Windows
 from lightning_memmap.store import Store, TokenStream, build_store
@@ -72,13 +72,13 @@ def test_each_window_is_in_one_shard_and_found_again(
     rows: Rows = StoreRows(Shards(len(lengths), num_shards))
     whole, chosen = None, range(len(lengths))
     if subset:
-        all_steps = FrozenArray(np.array(lengths)[rows.numbers_at(np.arange(len(lengths)))])
+        all_steps = FrozenArray(np.array(lengths)[rows.subset_index_at(np.arange(len(lengths)))])
         if all_windows(lengths, length, stride):
             whole = WindowedRows(rows, ("x",), all_steps, length, stride)
         rows, chosen = StridedRows(0, 2).among(rows), range(0, len(lengths), 2)
     expected = [found for found in all_windows(lengths, length, stride) if found[0] in chosen]
     steps = FrozenArray(
-        np.array(lengths)[rows.dataset_rows(rows.numbers_at(np.arange(rows.num_rows)))]
+        np.array(lengths)[rows.dataset_rows(rows.subset_index_at(np.arange(rows.num_rows)))]
     )
     if not expected:
         with pytest.raises(ValueError, match="the longest of the"):
@@ -92,17 +92,17 @@ def test_each_window_is_in_one_shard_and_found_again(
     assert [every[number] for number in in_dataset.tolist()] == expected
     assert [tuple(name) for name in line.names(in_dataset)] == expected
     assert line.store_rows(in_dataset).tolist() == [row for row, _ in expected]
-    assert line.numbers_at(line.file_rows(numbers)).tolist() == numbers.tolist()
+    assert line.subset_index_at(line.file_rows(numbers)).tolist() == numbers.tolist()
     for pool in (Pool.of(line, num_shards), Pool.of(line, num_shards, is_striped=True)):
         assert pool.is_striped is (SequentialSampler(pool).pool is pool)
-        found = [pool.numbers(pool.index(shard)) for shard in range(num_shards)]
+        found = [pool.subset_index(pool.indices(shard)) for shard in range(num_shards)]
         assert [len(each) for each in found] == pool.sizes.tolist()
         assert sorted(np.concatenate(found).tolist()) == numbers.tolist()
         for shard, each in enumerate(found):
-            places = pool.file_rows(pool.index(shard))
-            assert line.numbers_at(places).tolist() == each.tolist()
+            places = pool.file_rows(pool.indices(shard))
+            assert line.subset_index_at(places).tolist() == each.tolist()
             at, windows = line.in_series(places)
-            firsts, counts = window_spans(pool, [shard])
+            firsts, counts = window_ranges(pool, [shard])
             assert (windows >= firsts[at]).all()
             assert (windows < (firsts + counts)[at]).all()
             assert (counts > 0).sum() == len(set(at.tolist()))
@@ -143,7 +143,7 @@ def test_memory_holds_each_step_once(store: Store) -> None:
 def test_plan_counts_the_bytes_that_are_held(store: Store) -> None:
     loader = make_window_loader(store, Windows("value", LENGTH, STRIDE), residency="host")
     pool = loader.order.pool
-    _, counts = window_spans(pool, range(12))
+    _, counts = window_ranges(pool, range(12))
     steps = int(((counts[counts > 0] - 1) * STRIDE + LENGTH).sum())
     # Of the other fields, a piece of a series counts as their mean.
     others = [each for each in store.manifest.columns if each.field.name != "value"]

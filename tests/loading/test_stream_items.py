@@ -71,7 +71,7 @@ class TestMemory:
         lengths = np.random.default_rng(seed).pareto(0.8, num_rows).astype(np.int64) % 5000
         stored = Shards(num_rows, num_shards)
         every: Rows = StoreRows(stored)
-        ends = np.cumsum(lengths[every.numbers_at(np.arange(num_rows))])
+        ends = np.cumsum(lengths[every.subset_index_at(np.arange(num_rows))])
         items = torch.empty(int(ends[-1]), dtype=torch.uint8)
         rows = ItemRows(Field("x", torch.uint8, (None,)), stored.file_rows, items, ends[:, None])
         if is_subset and num_rows > 1:

@@ -65,7 +65,7 @@ def test_stretches_have_the_windows_of_a_run_and_no_window_more_steps_than_the_l
         begins, lengths = locate_block_windows(series, np.array(held), windows, 1, number)
         firsts, counts = begins // line.stride, (lengths[:, 0] - line.length) // line.stride + 1
         found = [*chain(*(range(a, a + n) for a, n in zip(firsts, counts, strict=True)))]
-        wanted = pool.file_rows(windows.index(1, number, np.array(held))).tolist()
+        wanted = pool.file_rows(windows.pool_indices(1, number, np.array(held))).tolist()
         assert (counts > 0).all()
         assert len(set(found)) == len(found)
         places = line.in_series(firsts)[0]

@@ -59,7 +59,7 @@ class Size:
         return [FixedColumn(Field("x", torch.uint8, (self.row_bytes,)), self.shards)]
 
     def block_bytes(self, blocks: Blocks, held: Sequence[int]) -> int:
-        return len(held) * blocks.longest * self.row_bytes
+        return len(held) * blocks.max_rows_per_shard * self.row_bytes
 
 
 def plan(

@@ -343,7 +343,7 @@ def test_rows_keep_the_latest_of_several_epochs(tmp_path: Path) -> None:
     )
     column = Results(results, "weight").read(DatasetIdentity(NUM_ROWS, {}))
     last = {row: epoch for epoch in sorted(module.rows) for row in module.rows[epoch]}
-    assert column.is_given.nonzero()[0].tolist() == sorted(last)
+    assert column.has_value.nonzero()[0].tolist() == sorted(last)
     assert len({*last.values()}) > 1
     for row, epoch in last.items():
         assert column.values[row] == weight_of(torch.tensor(row), epoch)

@@ -62,7 +62,7 @@ def test_each_row_comes_as_often_as_its_set_says(sampler: MixtureSampler, epoch:
     homes, offsets = at(sampler, epoch, range(sampler.num_positions))
     counts = Counter(rows_of(sampler, epoch).tolist())
     first, used = 0, set[int]()
-    for size, count in zip(sets.sizes, sets.counts, strict=True):
+    for size, count in zip(sets.rows_per_set, sets.positions_per_set, strict=True):
         found = [counts[row] for row in range(first, first + size)]
         assert sum(found) == count
         assert min(found) >= count // size
@@ -74,30 +74,30 @@ def test_each_row_comes_as_often_as_its_set_says(sampler: MixtureSampler, epoch:
             pool.file_rows(pool.starts[homes] + offsets) == pool.file_starts[homes] + offsets
         ).all()
     # Shards are pieces of the files, unless a set without a share lies in between.
-    assert pool.file_starts is not None or 0 in sets.counts
+    assert pool.file_starts is not None or 0 in sets.positions_per_set
     # The rows that its shards have are those that they may need, and no others.
-    assert set(pool.dataset_rows(pool.index()).tolist()) == used
+    assert set(pool.dataset_rows(pool.indices()).tolist()) == used
 
 
 @given(mixtures(), st.integers(1, 60))
 @settings(deadline=None, max_examples=30)
 def test_epochs_go_on_where_those_before_ended(sampler: MixtureSampler, num_epochs: int) -> None:
-    found = np.zeros(sum(sampler.sets.sizes), int)
+    found = np.zeros(sum(sampler.sets.rows_per_set), int)
     for epoch in range(num_epochs):
         np.add.at(found, rows_of(sampler, epoch), 1)
-    for counts in np.split(found, np.cumsum(sampler.sets.sizes)[:-1]):
+    for counts in np.split(found, np.cumsum(sampler.sets.rows_per_set)[:-1]):
         # One more or less for each of the pieces that have the row, and one for the rounds of each.
         assert np.ptp(counts) <= 4
 
 
 def test_rest_of_the_shares_goes_to_the_largest_fractions() -> None:
     sampler = mixture([50, 50, 50], [0.47, 0.29, 0.24], 10, None, 1, 0)  # 4.7, 2.9 and 2.4.
-    assert [*sampler.sets.counts] == [5, 3, 2]
+    assert [*sampler.sets.positions_per_set] == [5, 3, 2]
 
 
 def test_all_steps_have_the_shares() -> None:
     sampler = mixture([900, 300], [2, 1], 2400, 10, 12, 0)
-    stores = joined([900, 300], 12).stores_of(rows_of(sampler, 2)).reshape(-1, 12)
+    stores = joined([900, 300], 12).set_index_of(rows_of(sampler, 2)).reshape(-1, 12)
     assert (stores.sum(axis=1) == 4).all()
 
 
@@ -126,7 +126,7 @@ def test_windows_over_series_are_mixed() -> None:
     line = WindowedRows(series, ("x",), FrozenArray(np.full(14, 20)), 5, 3)
     factory = Mixture({"a": 0.5, "b": 0.5}, 120)
     made = make_sampler(factory, Pool.of(line, 3), 0, FIELDS, 4)
-    stores = series.stores_of(line.store_rows(rows_of(made, 0)))
+    stores = series.set_index_of(line.store_rows(rows_of(made, 0)))
     assert np.bincount(stores).tolist() == [60, 60]
 
 
@@ -193,18 +193,18 @@ def test_by_batch_each_batch_is_of_one_set_and_sets_have_their_shares(
 ) -> None:
     size, count = sampler.sets.global_batch, sampler.num_positions
     assert size is not None
-    assert count == sum(sampler.sets.counts) == max(1, count // size) * size
+    assert count == sum(sampler.sets.positions_per_set) == max(1, count // size) * size
     rows = sampler.pool.rows
     assert isinstance(rows, JoinedRows)
     order = sampler.dataset_rows(epoch, range(count))
-    sets = rows.stores_of(order).reshape(-1, size)
+    sets = rows.set_index_of(order).reshape(-1, size)
     assert (sets == sets[:, :1]).all()
-    found = np.bincount(sets.ravel(), minlength=len(sampler.sets.counts))
-    assert found.tolist() == list(sampler.sets.counts)
+    found = np.bincount(sets.ravel(), minlength=len(sampler.sets.positions_per_set))
+    assert found.tolist() == list(sampler.sets.positions_per_set)
     # A row as often as the others of its set, or once more.
     times = np.bincount(order, minlength=rows.num_rows)
     for number, (rows_of_set, positions) in enumerate(
-        zip(sampler.sets.sizes, sampler.sets.counts, strict=True)
+        zip(sampler.sets.rows_per_set, sampler.sets.positions_per_set, strict=True)
     ):
         first = rows.starts[number]
         each = times[first : first + rows_of_set]

@@ -216,7 +216,7 @@ def mixed(shares: dict[str, float], **options: Any) -> tuple[PackedSampler, Any]
     members = StoreRows(Shards(600, 4)), StoreRows(Shards(200, 4))
     pool = Pool.of(JoinedRows(("a", "b"), members), 4)
     factory = Packed("tokens", 100, shares=shares, **options)
-    assert factory.stores == tuple(shares)
+    assert factory.training_sets == tuple(shares)
     return factory.make(pool, 0, Table(800, tokens=lengths)), lengths
 
 
@@ -296,7 +296,7 @@ def test_shares_of_a_curriculum_change_at_its_epochs() -> None:
         for epoch, a in ((0, 0.75), (2, 0.25))
     }
     curriculum = Curriculum(stages)
-    assert curriculum.stores == ("a", "b")
+    assert curriculum.training_sets == ("a", "b")
     order = curriculum.make(pool, 0, Table(800, tokens=lengths))
     for epoch in range(4):
         rows = order.dataset_rows(epoch, range(order.num_positions))

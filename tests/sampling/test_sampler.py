@@ -91,7 +91,7 @@ def test_sampler_any_range_is_a_slice_of_an_epoch_that_has_each_row_once(
         assert rows_at(sampler, epoch, positions) == [whole[p] for p in positions]
         shards, offsets = at(sampler, epoch, positions)
         starts = 1000 * np.arange(num_shards)
-        found = sampler.index(epoch, positions, starts)
+        found = sampler.locate(epoch, positions, starts)
         assert (found == starts[shards] + offsets).all()
 
 
@@ -382,7 +382,7 @@ def test_sampler_bad_argument_is_named(arguments: dict[str, int], named: str) ->
 
 def test_sampler_step_that_does_not_divide_shards_is_refused() -> None:
     with pytest.raises(ValueError, match=r"range\(0, 100, 5\)"):
-        make_sampler(100, 24).index(0, range(0, 100, 5))
+        make_sampler(100, 24).locate(0, range(0, 100, 5))
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=4, unique=True))
@@ -472,11 +472,11 @@ def test_step_plan_any_counts_covers_the_epoch_with_a_row_for_every_consumer(
     plan: BatchSchedule,
 ) -> None:
     bounds = [plan.bounds(step) for step in range(len(plan))]
-    left = plan.num_rows - plan.start
+    left = plan.num_positions - plan.start
     dropped = left % plan.global_batch if plan.drop_last else 0
     edges = [plan.start, *(last for _, last in bounds)]
     assert [first for first, _ in bounds] == edges[:-1]
-    assert edges[-1] == plan.num_rows - dropped
+    assert edges[-1] == plan.num_positions - dropped
     sizes = sizes_of(plan)
     full = sizes if plan.drop_last else sizes[:-2]
     assert all(size == plan.global_batch for size in full)

@@ -37,7 +37,7 @@ def test_all_other_steps_have_their_positions_and_a_resumed_epoch_has_those_left
         return
     for epoch in range(max(steps, default=0) // count + 2):
         kept = [whole.bounds(s) for s in range(count) if epoch * count + s not in steps]
-        found = replace(whole, skipped=skipped.of_epoch(epoch, whole.num_rows))
+        found = replace(whole, skipped=skipped.of_epoch(epoch, whole.num_positions))
         assert bounds_of(found) == kept
         at = data.draw(st.integers(0, len(kept) - 1))
         assert bounds_of(replace(found, start=kept[at][1])) == kept[at + 1 :]
@@ -55,12 +55,12 @@ def test_another_global_batch_leaves_out_the_same_positions(
         return
     given_again = skipped.adding(skipped.steps, replace(whole, global_batch=other))
     assert given_again == skipped
-    for epoch in skipped.epochs(whole.num_rows):
-        spans = skipped.of_epoch(epoch, whole.num_rows)
+    for epoch in skipped.epochs(whole.num_positions):
+        spans = skipped.of_epoch(epoch, whole.num_positions)
         found = bounds_of(replace(whole, global_batch=other, skipped=spans))
         positions = [position for span in found for position in range(*span)]
         gone = {position for span in spans for position in range(*span)}
-        assert positions == [p for p in range(whole.num_rows) if p not in gone]
+        assert positions == [p for p in range(whole.num_positions) if p not in gone]
 
 
 def test_a_checkpoint_keeps_them() -> None:

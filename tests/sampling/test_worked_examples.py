@@ -50,7 +50,7 @@ def test_rows_have_three_numberings() -> None:
 
 def test_windows_are_numbered_series_after_series() -> None:
     class BFirst(StoreRows):
-        def numbers_at(self, ranks: np.ndarray) -> np.ndarray:
+        def subset_index_at(self, ranks: np.ndarray) -> np.ndarray:
             return 1 - ranks
 
     windows = WindowedRows(BFirst(Shards(2, 1)), ("x",), FrozenArray(np.array([5, 6])), 3, 2)

@@ -50,7 +50,7 @@ Loader: TypeAlias = SuperBatchLoader
 def at(sampler: Sampler, epoch: int, positions: range) -> tuple[Integers, Integers]:
     """The shard and the offset within it of the rows that supply positions."""
     shards = np.array(positions, np.int64) % sampler.num_shards
-    return shards, sampler.index(epoch, positions) - sampler.pool.starts[shards]
+    return shards, sampler.locate(epoch, positions) - sampler.pool.starts[shards]
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,12 @@ def measure(num_rows: int, num_shards: int, block: int, rounds: int, clock: str)
     start = num_rows // 2 if num_rows >= 2 * block else 0
     positions = range(start, min(num_rows, start + block))
     for epoch in range(rounds + 1):
-        first_s.append(timed(now, lambda epoch=epoch: sampler.index(epoch, range(1))))
-        times = [timed(now, lambda epoch=epoch: sampler.index(epoch, positions)) for _ in range(9)]
+        first_s.append(timed(now, lambda epoch=epoch: sampler.locate(epoch, range(1))))
+        times = [timed(now, lambda epoch=epoch: sampler.locate(epoch, positions)) for _ in range(9)]
         row_ns.append(1e9 * statistics.median(times) / len(positions))
     tracemalloc.start()
-    sampler.index(rounds + 1, range(1))
-    sampler.index(rounds + 1, positions)
+    sampler.locate(rounds + 1, range(1))
+    sampler.locate(rounds + 1, positions)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return (
@@ -60,7 +60,7 @@ def measure_ranks(num_rows: int, num_ranks: int, block: int, clock: str) -> None
         # What the ranks of an epoch have in common stays in this process: another epoch is worked
         # out again, as by a rank that has a process of its own.
         epoch = rank // _RANKS_OF_EPOCH
-        index = sampler.index(epoch, mine[:block])
+        index = sampler.locate(epoch, mine[:block])
         if not rank % _RANKS_OF_EPOCH:
             setup_s.append(now() - start)
             peaks.append(tracemalloc.get_traced_memory()[1] / 2**20)

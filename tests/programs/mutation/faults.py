@@ -86,8 +86,8 @@ _SAMPLING = [
     Fault(
         "sampling/weighted.py",
         "frequent classes are drawn more often",
-        "= 1 / counts[numbers]",
-        "= counts[numbers]",
+        "= 1 / counts[class_index]",
+        "= counts[class_index]",
         ("tests/sampling/test_weighted.py::test_classes_of_a_field_come_equally_often",),
     ),
     Fault(
