@@ -18,10 +18,10 @@ from lightning_memmap.errors import DatasetError, SchemaError, check_integer
 from lightning_memmap.sampling.rows import default_shards
 from lightning_memmap.sizes import format_bytes, format_duration
 from lightning_memmap.store import Store, build_store
+from lightning_memmap.store.build_spec import check_length
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.request import check_length
 from lightning_memmap.store.sources.source import is_read_by_item
-from lightning_memmap.store.sources.stream import is_stream
+from lightning_memmap.store.sources.stream import is_iterable_only
 
 #: A trial grows until it takes this long, plus a second for each worker.
 _MIN_TRIAL_S = 2.0
@@ -112,7 +112,9 @@ def try_build(
     with tempfile.TemporaryDirectory(prefix=".plan-", dir=folder) as directory:
         while True:
             rows: Any = (
-                _First(dataset, count) if is_stream(dataset) else _choose_rows(dataset, count)
+                _First(dataset, count)
+                if is_iterable_only(dataset)
+                else _choose_rows(dataset, count)
             )
             start = clock()
             with _dataset_rows_in_errors(rows):
@@ -148,7 +150,7 @@ def count_text_bytes(manifest: Manifest) -> int:
 
 
 def _num_rows(dataset: Any, num_rows: int | None) -> int:
-    if not hasattr(type(dataset), "__len__") and is_stream(dataset):
+    if not hasattr(type(dataset), "__len__") and is_iterable_only(dataset):
         if num_rows is None:
             raise ValueError(
                 f"--rows is missing: {type(dataset).__name__} has no length, so pass the number of"

@@ -32,7 +32,7 @@ from lightning_memmap.sampling.schedule import BatchSchedule
 from lightning_memmap.schema.fields import Field
 from lightning_memmap.schema.forms import Decode, Layout
 from lightning_memmap.store import Store
-from lightning_memmap.store.sources.stream import is_stream
+from lightning_memmap.store.sources.stream import is_iterable_only
 
 CPU = torch.device("cpu")
 #: Folder, in the folder of a run, of stores that the run builds itself.
@@ -63,7 +63,7 @@ def plain_rows(data: MemmapDataModule, store: Store, rows: Rows) -> Any:
     """Return the training dataset; for windows and datasets without indices, `StoredRows`."""
     train = data.datasets["train"]
     datasets = [*train.values()] if has_several(train) else [train]
-    has_no_indices = any(dataset is None or is_stream(dataset) for dataset in datasets)
+    has_no_indices = any(dataset is None or is_iterable_only(dataset) for dataset in datasets)
     if isinstance(rows, WindowedRows) or has_no_indices:
         return StoredRows(store, rows)
     return ConcatDataset(datasets) if has_several(train) else train

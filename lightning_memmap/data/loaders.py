@@ -25,7 +25,7 @@ from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
 from lightning_memmap.schema.forms import read_declared
 from lightning_memmap.store.samples import read_first_sample
 from lightning_memmap.store.series import make_fields
-from lightning_memmap.store.sources.stream import is_read_once, is_stream, iterate_samples
+from lightning_memmap.store.sources.stream import is_iterable_only, is_read_once, iterate_samples
 
 
 def make_loader(
@@ -134,7 +134,7 @@ def _collate(split: str, set_up: SetUp, stores: SplitStores) -> Collate:
         schema = schema.windowed(options.windows.fields, options.windows.length)
     sample = None
     if schema.has_classes and dataset is not None and not is_read_once(dataset):
-        if is_stream(dataset):
+        if is_iterable_only(dataset):
             sample = next(iterate_samples(dataset))
         else:
             sample = read_first_sample(dataset, stores.options.num_workers)

@@ -39,7 +39,7 @@ from lightning_memmap.sampling.schedule import Blocks, default_block, steps_to_s
 from lightning_memmap.schema.forms import use_center_crops
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store
-from lightning_memmap.store.series import make_fields, windowed
+from lightning_memmap.store.series import cut_into_windows, make_fields
 
 #: Steps whose rows a background build reads first, before there is a loader.
 FIRST_STEPS = 16
@@ -91,7 +91,7 @@ class Planner:
                 order = self.plan_split("train", store).order
                 num_rows = min(FIRST_STEPS * self.step_rows, order.num_positions)
                 rows = order.dataset_rows(0, range(num_rows))
-                parts = zip(self.stores.parts("train"), store.each(rows), strict=True)
+                parts = zip(self.stores.parts("train"), store.split_by_store(rows), strict=True)
                 return {name: np.stack(part[1:]) for name, part in parts}
         return {}
 
@@ -104,7 +104,7 @@ class Planner:
         """Divide a split into shards, choose its order, and measure the shards."""
         options = self.stores.options
         topology = self.topology
-        rows = windowed(store, self.stores.rows(split, store), options.windows)
+        rows = cut_into_windows(store, self.stores.rows(split, store), options.windows)
         num_shards = options.num_shards or store.manifest.choose_num_shards(rows.num_rows)
         order = self._make_order(split, store, make_pool(split, rows, num_shards, topology))
         if order.num_shards != num_shards and not order.is_sequential:

@@ -29,6 +29,7 @@ from lightning_memmap.sampling.rows import Rows
 from lightning_memmap.sampling.selection import Selection
 from lightning_memmap.store import Store, open_store
 from lightning_memmap.store.build import build
+from lightning_memmap.store.build_spec import BuildSpec
 from lightning_memmap.store.building import describe_unfinished_build
 from lightning_memmap.store.directory import is_store, list_stores
 from lightning_memmap.store.growing import BackgroundBuild, open_growing
@@ -36,8 +37,7 @@ from lightning_memmap.store.joined import JoinedStore
 from lightning_memmap.store.paths import StoreUrl, path_or_url
 from lightning_memmap.store.recognition import check_dataset
 from lightning_memmap.store.remote.cache import RemoteStore
-from lightning_memmap.store.request import BuildRequest
-from lightning_memmap.store.sources.stream import is_stream
+from lightning_memmap.store.sources.stream import is_iterable_only
 
 
 class StoreOrigin(NamedTuple):
@@ -168,14 +168,14 @@ class SplitStores:
 
     def needed_builds(
         self, splits: Iterable[str], background_builds: Iterable[BackgroundBuild]
-    ) -> tuple[dict[str, BuildRequest], dict[str, BuildRequest]]:
+    ) -> tuple[dict[str, BuildSpec], dict[str, BuildSpec]]:
         """Return the builds that splits need: those before training, and those during training.
 
         No build is needed if a split has no dataset, if this data module has built its store, or if
         one of the background builds does.
         """
-        before = dict[str, BuildRequest]()
-        during = dict[str, BuildRequest]()
+        before = dict[str, BuildSpec]()
+        during = dict[str, BuildSpec]()
         stored_splits = dict.fromkeys(map(self.stored_split, splits))
         for part in chain.from_iterable(map(self.parts, stored_splits)):
             if any(build.is_building(part) for build in background_builds):
@@ -185,7 +185,7 @@ class SplitStores:
             if self.options.build == "first" or is_store(spec.directory.path):
                 before[part] = spec
                 continue
-            if spec.is_stream:
+            if spec.is_iterable_only:
                 raise ValueError(
                     f"{name_argument(part)}, {with_article(type(spec.dataset).__name__)}, with"
                     " build='while_training': a stream can't be read in the order of training: use"
@@ -194,7 +194,7 @@ class SplitStores:
             during[part] = spec
         return before, during
 
-    def _needed_build(self, split: str) -> BuildRequest | None:
+    def _needed_build(self, split: str) -> BuildSpec | None:
         options = self.options
         dataset = self.datasets[split]
         # At a URL, `open` finds the store or raises.
@@ -204,7 +204,7 @@ class SplitStores:
         with suppress(MemmapError):
             store = open_store(path)
             if self._is_known(split, store):
-                if not is_stream(dataset):
+                if not is_iterable_only(dataset):
                     # It may have been changed in place.
                     self._check(split, store)
                 return None
@@ -222,7 +222,7 @@ class SplitStores:
         # An existing store keeps its shards: its rows are striped again if num_shards differs.
         is_kept = not options.overwrite and is_store(path)
         with split_in_errors(split):
-            return BuildRequest(
+            return BuildSpec(
                 dataset,
                 path,
                 None if is_kept else options.num_shards,
@@ -233,7 +233,7 @@ class SplitStores:
                 "store_dir",
             )
 
-    def build(self, specs: Mapping[str, BuildRequest]) -> None:
+    def build(self, specs: Mapping[str, BuildSpec]) -> None:
         """Build the stores of some splits, or recognize stores that exist."""
         for split, spec in specs.items():
             with split_in_errors(split):

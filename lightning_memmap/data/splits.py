@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lightning_memmap.store.sources.column_dataset import explain_non_dataset, is_dict_of_splits
-from lightning_memmap.store.sources.stream import is_stream
+from lightning_memmap.store.sources.stream import is_iterable_only
 from lightning_memmap.tensordict_types import tensordict_types
 
 #: What the rows of a split are for.
@@ -97,7 +97,7 @@ def check_datasets(role: str, datasets: Any) -> None:
                 " share a store on some file systems: rename one of them"
             )
     is_one = hasattr(datasets, "__getitem__") and not isinstance(datasets, (str, type, np.generic))
-    if datasets is not None and not is_one and not is_stream(datasets):
+    if datasets is not None and not is_one and not is_iterable_only(datasets):
         raise _not_a_dataset(f"{role}_dataset", datasets)
 
 
@@ -136,7 +136,7 @@ def _is_dataset(value: Any) -> bool:
         return True
     if isinstance(value, (str, bytes, list, tuple, Mapping)) or hasattr(value, "dtype"):
         return False
-    return is_stream(value) or (hasattr(value, "__getitem__") and hasattr(value, "__len__"))
+    return is_iterable_only(value) or (hasattr(value, "__getitem__") and hasattr(value, "__len__"))
 
 
 def _is_list_of_samples(value: Any) -> bool:

@@ -102,7 +102,7 @@ class Fetcher:
         group_steps = min(group_steps, _FETCH_STEPS, len(steps.local_sizes))
         pending = self._rows.pending
         dataset_rows = np.zeros(0, np.int64)
-        if pending is not None and pending.progress == 1.0:
+        if pending is not None and pending.has_all_rows:
             pending = None
         if self._rows.with_row_numbers or pending is not None:
             dataset_rows = self._sampler.row_numbers(steps.epoch, steps.positions)

@@ -44,14 +44,14 @@ from lightning_memmap.schema.fields import Field, select
 from lightning_memmap.store import Store
 from lightning_memmap.store.files import copy_segments
 from lightning_memmap.store.open_columns import (
-    ItemRows,
+    IndexedItems,
     Located,
     MappedRows,
     OpenColumn,
-    RaggedRows,
+    VariableItems,
     compute_index,
 )
-from lightning_memmap.store.series import find_series_rows, read_series, view_steps, view_windows
+from lightning_memmap.store.series import find_file_rows, read_series, view_steps, view_windows
 
 #: Up to this many rows, slots are looked up in a table, of 4 bytes per row for slots below 2**32.
 TABLE_ROWS = 2**24
@@ -79,7 +79,7 @@ class SlotMap:
     @classmethod
     def in_store(cls, store: Store, pool: Pool) -> "SlotMap":
         """Map the rows of a split to slots in the mapped columns of its store."""
-        to_slots = store.in_memory if store.has_gaps else None
+        to_slots = store.memory_rows if store.has_gaps else None
         return cls(pool, pool.file_starts if to_slots is None else None, to_slots)
 
     def slots(self, index: Integers) -> Integers:
@@ -112,7 +112,7 @@ class SlotMap:
 
 
 @dataclass(frozen=True, eq=False)
-class VariableColumn:
+class VariableField:
     """A field whose rows differ in length."""
 
     field: Field
@@ -139,12 +139,12 @@ class Columns:
     """All fields of some rows, in the memory of one device; text is on the CPU.
 
     A field is a tensor with one row per index, a view of all windows over its steps, or a
-    `VariableColumn`. If its indices are not the slots, it has a function that maps slots to them.
+    `VariableField`. If its indices are not the slots, it has a function that maps slots to them.
     """
 
     def __init__(
         self,
-        columns: Sequence[Tensor | VariableColumn],
+        columns: Sequence[Tensor | VariableField],
         device: torch.device,
         to_index: Sequence[ToIndex | None] | None = None,
     ) -> None:
@@ -159,12 +159,12 @@ class Columns:
         leaves: list[FieldRows] = []
         indices: dict[Any, Tensor] = {}
         for column, to_index in self._columns:
-            # VariableColumn rows are looked up on the CPU, without waiting for the device.
-            is_variable = isinstance(column, VariableColumn)
+            # Rows of variable length are looked up on the CPU, without waiting for the device.
+            is_variable = isinstance(column, VariableField)
             if (key := (is_variable, to_index)) not in indices:
                 local_slots = slots if is_variable else send(slots, self.device)
                 indices[key] = local_slots if to_index is None else to_index(local_slots)
-            if isinstance(column, VariableColumn):
+            if isinstance(column, VariableField):
                 leaves.append(column.take(indices[key].numpy(), cut))
             else:
                 leaves.append(select(column, indices[key], next(buffers, None)))
@@ -216,7 +216,7 @@ class SeriesSlots:
         self,
         columns: Sequence[tuple[Field, OpenColumn]],
         steps: Callable[[OpenColumn], Tensor],
-        rows: Callable[[OpenColumn], Tensor | VariableColumn],
+        rows: Callable[[OpenColumn], Tensor | VariableField],
     ) -> Columns:
         """Combine windows over the steps of cut fields with the rows of the other fields."""
         is_cut = [field.name in self.windows.fields for field, _ in columns]
@@ -284,10 +284,10 @@ def map_in_place(
     return Memory(series.columns(columns, view_steps, column_in_place), slot_map)
 
 
-def column_in_place(column: OpenColumn) -> Tensor | VariableColumn:
+def column_in_place(column: OpenColumn) -> Tensor | VariableField:
     """Return the rows of a mapped column, not copied."""
-    if isinstance(column, RaggedRows):
-        return VariableColumn(column.field, column.among)
+    if isinstance(column, VariableItems):
+        return VariableField(column.field, column.items_and_ranges)
     return column.tensor.as_subclass(Tensor)
 
 
@@ -319,8 +319,8 @@ def map_series(store: Store, pool: Pool) -> SeriesSlots:
     """Find the series of a split in the file mapping of its store."""
     windows = pool.rows
     assert isinstance(windows, WindowedRows)
-    starts = read_series(store, windows.fields, windows.series).begins
-    rows = store.in_memory(find_series_rows(windows.series))
+    starts = read_series(store, windows.fields, windows.series).starts
+    rows = store.memory_rows(find_file_rows(windows.series))
     return SeriesSlots(windows, starts, starts, rows, torch.device("cpu"))
 
 
@@ -353,13 +353,13 @@ def copy_windows(
 
 def _copy_column(
     column: OpenColumn, slots: Iterable[Integers], num_rows: int, device: torch.device
-) -> Tensor | VariableColumn:
+) -> Tensor | VariableField:
     """Copy rows of a column, chunk by chunk of their slots."""
     if isinstance(column, MappedRows):
         segments = ((chunk, np.ones_like(chunk)) for chunk in slots)
         return _copy_items(column.tensor.as_subclass(Tensor), segments, num_rows, device)
-    assert isinstance(column, ItemRows)
-    located = [column.at(chunk) for chunk in slots]
+    assert isinstance(column, IndexedItems)
+    located = [column.locate(chunk) for chunk in slots]
     lengths = [chunk.sizes.prod(axis=1) for chunk in located]
     num_items = sum(int(chunk.sum()) for chunk in lengths)
     if column.field.is_text:
@@ -368,8 +368,8 @@ def _copy_column(
     items = _copy_items(column.items, zip(starts, lengths, strict=True), num_items, device)
     no_rows = np.zeros((0, column.field.num_variable), np.int64)
     index = compute_index(np.concatenate([no_rows, *(chunk.sizes for chunk in located)]))
-    return VariableColumn(
-        column.field, ItemRows(column.field, column.file_rows, items, index).among
+    return VariableField(
+        column.field, IndexedItems(column.field, column.file_rows, items, index).items_and_ranges
     )
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.integers import Integers, Runs, ceil_div, group_of, ranges
-from lightning_memmap.store.files import copy_segments, open_plain, replaced
+from lightning_memmap.store.files import copy_segments, make_replaced_error, open_plain
 from lightning_memmap.store.store import Store
 
 #: Alignment of direct reads on most disks.
@@ -66,7 +66,7 @@ class RowFile:
             if direct:
                 self.block_bytes = max(self.block_bytes, self._find_block_bytes(descriptor))
         except FileNotFoundError as error:
-            raise replaced(path) from error
+            raise make_replaced_error(path) from error
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise

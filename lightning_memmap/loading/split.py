@@ -33,7 +33,7 @@ from lightning_memmap.sampling.schedule import Blocks
 from lightning_memmap.schema.fields import Field
 from lightning_memmap.schema.forms import Decode
 from lightning_memmap.store import Store
-from lightning_memmap.store.open_columns import ItemRows
+from lightning_memmap.store.open_columns import IndexedItems
 from lightning_memmap.store.series import make_fields
 from lightning_memmap.store.store import PendingRows
 
@@ -181,7 +181,7 @@ def _make_source(
             return copy_rows(columns, slot_map, held, device)
         return copy_windows(columns, series, pool, held, device)
     last_row = np.array([store.num_rows - 1])
-    num_slots = int(store.in_memory(last_row)[0]) + 1 if series is None else series.num_slots
+    num_slots = int(store.memory_rows(last_row)[0]) + 1 if series is None else series.num_slots
     return Stream(
         columns,
         open_row_files(store, () if series is None else series.windows.fields),
@@ -212,7 +212,7 @@ def max_block_bytes(store: Store, blocks: Blocks, held: Sequence[int]) -> int:
         return num_bytes
     store.download(_stored_shards(store, pool, held), variable)
     for column in map(store.column, variable):
-        if isinstance(column, ItemRows):
+        if isinstance(column, IndexedItems):
             num_items = max_block_items(column, slot_map, held, blocks)
             num_bytes += column.field.item_bytes * num_items
     return num_bytes

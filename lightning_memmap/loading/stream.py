@@ -43,7 +43,7 @@ from lightning_memmap.loading.memory import (
     SeriesSlots,
     SlotMap,
     ToIndex,
-    VariableColumn,
+    VariableField,
     column_in_place,
 )
 from lightning_memmap.loading.row_file import Read, RowFile, aligned_memory, reads_of
@@ -52,7 +52,7 @@ from lightning_memmap.sampling.rows import WindowedRows
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import Blocks
 from lightning_memmap.schema.fields import Field
-from lightning_memmap.store.open_columns import ItemRows, Located, OpenColumn
+from lightning_memmap.store.open_columns import IndexedItems, Located, OpenColumn
 from lightning_memmap.store.series import view_windows
 
 #: Blocks in memory: rows are fetched from one while the other is read.
@@ -104,9 +104,9 @@ class BlockItems:
         """Return the indices in memory of items of the files."""
         return torch.from_numpy(self.runs.at(slots.numpy()))
 
-    def items_and_ranges(self, rows: ItemRows, slots: Integers) -> tuple[Tensor, Located]:
+    def items_and_ranges(self, rows: IndexedItems, slots: Integers) -> tuple[Tensor, Located]:
         """Return the items in memory, and the range of each of some rows in them."""
-        starts, sizes = rows.at(slots)
+        starts, sizes = rows.locate(slots)
         return self.memory[0], Located(self.runs.at(starts), sizes)
 
 
@@ -118,18 +118,18 @@ class StreamMemory:
         #: Rows of one shape, or steps.
         self.items = BlockItems(stream.columns[0][0].name, stream.max_items)
         #: The items of each field whose rows differ in length.
-        self.variable: list[tuple[ItemRows, BlockItems]] = []
-        columns: list[Tensor | VariableColumn] = []
+        self.variable: list[tuple[IndexedItems, BlockItems]] = []
+        columns: list[Tensor | VariableField] = []
         to_index: list[ToIndex | None] = []
         pairs = zip(stream.columns, stream.files, strict=True)
         for field_index, ((field, rows), file) in enumerate(pairs):
-            if series is None and isinstance(rows, ItemRows):
+            if series is None and isinstance(rows, IndexedItems):
                 items = BlockItems(field.name, stream.max_variable_items[field_index])
                 items.add(file, field.item_shape, field.dtype)
                 self.variable.append((rows, items))
                 # Copied at once, because this memory is overwritten by a later block.
                 columns.append(
-                    VariableColumn(field, partial(items.items_and_ranges, rows), byte_pool())
+                    VariableField(field, partial(items.items_and_ranges, rows), byte_pool())
                 )
                 to_index.append(None)
             elif series is None:
@@ -154,7 +154,7 @@ class StreamMemory:
             starts, stops = merge_into_runs(located)
             slots = ranges(starts, stops - starts)
             for rows, items in self.variable:
-                yield from items.reads(rows.at(slots))
+                yield from items.reads(rows.locate(slots))
 
 
 @dataclass(eq=False)
@@ -191,7 +191,7 @@ class Stream(RowSource):
         self.max_variable_items = {
             index: max_block_items(rows, self.slot_map, self.held, self.blocks)
             for index, (_, rows) in enumerate(self.columns)
-            if self.series is None and isinstance(rows, ItemRows)
+            if self.series is None and isinstance(rows, IndexedItems)
         }
         #: Memory of blocks that is not in use.
         self.idle: list[StreamMemory] = []
@@ -342,12 +342,12 @@ def locate_block_windows(
 
 
 def max_block_items(
-    rows: ItemRows, slot_map: SlotMap, shards: Sequence[int], blocks: Blocks
+    rows: IndexedItems, slot_map: SlotMap, shards: Sequence[int], blocks: Blocks
 ) -> int:
     """Count the most items that the rows of a block can have, wherever it starts."""
 
     def lengths_in(shard: int) -> Integers:
-        chunks = [rows.at(slots).sizes.prod(axis=1) for slots in slot_map.slots_of_shard(shard)]
+        chunks = [rows.locate(slots).sizes.prod(axis=1) for slots in slot_map.slots_of_shard(shard)]
         return np.concatenate([np.zeros(0, np.int64), *chunks])
 
     if blocks.has_runs:

@@ -29,7 +29,7 @@ from lightning_memmap.integers import bounds_of, num_strided, strided
 from lightning_memmap.sampling.packed import PackedSampler
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.schema.fields import Field, dtype_name
-from lightning_memmap.schema.spec import read_dtype
+from lightning_memmap.schema.validation import read_dtype
 from lightning_memmap.store.files import open_plain, read_plain, write_all
 
 HEADER = "part.json"

@@ -135,7 +135,7 @@ class ListOfRows(Layout):
         return rows.listed()
 
 
-LAYOUTS: dict[str, type[Layout]] = {kind.name: kind for kind in (Pad, Jagged, ListOfRows)}
+LAYOUTS: dict[str, type[Layout]] = {layout.name: layout for layout in (Pad, Jagged, ListOfRows)}
 
 
 @dataclass(frozen=True)

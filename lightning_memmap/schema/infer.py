@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_memmap.errors import MismatchError, SchemaError
 from lightning_memmap.schema.fields import Field, describe_path, dtype_name, field_name
 from lightning_memmap.schema.forms import Declared
-from lightning_memmap.schema.kinds import is_missing, to_array
+from lightning_memmap.schema.kinds import is_null, to_array
 from lightning_memmap.schema.stack import (
     array_dtype,
     common_dtype,
@@ -62,7 +62,7 @@ class Inference:
         if len(path) > MAX_DEPTH:
             raise SchemaError(f"the sample is nested deeper than {MAX_DEPTH} levels")
         # A batch cannot have missing rows.
-        present = [value for value in values if self.is_batch or not is_missing(value)]
+        present = [value for value in values if self.is_batch or not is_null(value)]
         if not path and not is_record and len(present) < len(values):
             raise SchemaError("the sample is None: leave the row out of the dataset")
         if not present:
@@ -82,25 +82,25 @@ class Inference:
             return leaf_node(_merge_fields(fields, path))
         if len(containers) < len(candidates):
             raise _mismatch(path)
-        kind, keys, _ = containers[0]
+        node_kind, keys, _ = containers[0]
         if not self.is_batch and {kind for kind, _, _ in containers} <= {"tuple", "list"}:
-            return self._infer_lists(kind, values, path, in_record)
-        return self._infer_container(kind, keys, values, path, in_record)
+            return self._infer_lists(node_kind, values, path, in_record)
+        return self._infer_container(node_kind, keys, values, path, in_record)
 
     def _infer_lists(
-        self, kind: Any, lists: Sequence[Sequence[Any]], path: Path, in_record: bool
+        self, node_kind: Any, lists: Sequence[Sequence[Any]], path: Path, in_record: bool
     ) -> Node:
         """Infer whether lists are numbers in one field, lists of records, or containers."""
         lengths = set(map(len, lists))
         differ = len(lengths) > 1
         is_declared = field_name(path) in self.declared.variable
         if lengths == {0}:
-            return Node(kind)
+            return Node(node_kind)
         if differ or is_declared or in_record or min(lengths) >= MIN_NUMBERS:
             # In a tuple of a record, numbers of several dtypes are separate fields.
-            must_agree = differ or is_declared or (in_record and kind == "list")
+            is_one_field = differ or is_declared or (in_record and node_kind == "list")
             not_empty = [numbers for numbers in lists if len(numbers)]
-            field = self._infer_numbers(not_empty, path, must_agree)
+            field = self._infer_number_field(not_empty, path, may_mix_dtypes=not is_one_field)
             if field is not None:
                 return leaf_node(replace(field, shape=(None,)) if differ else field)
             if differ and in_record:
@@ -123,22 +123,30 @@ class Inference:
                         " length of the list instead, or leave it out"
                     )
                 return Node("records", (), (record,))
-        return self._infer_container(kind, range(min(lengths)), lists, path, in_record)
+        return self._infer_container(node_kind, range(min(lengths)), lists, path, in_record)
 
-    def _infer_numbers(
-        self, lists: Sequence[Sequence[Any]], path: Path, must_agree: bool
+    def _infer_number_field(
+        self, lists: Sequence[Sequence[Any]], path: Path, *, may_mix_dtypes: bool
     ) -> Field | None:
-        """Return the field of lists of numbers, or None if the lists hold anything else.
+        """Return the field of lists of numbers of one dtype.
+
+        Args:
+            lists: The lists, none of them empty.
+            path: The keys that lead to the lists.
+            may_mix_dtypes: Whether the numbers of a list may also be separate fields.
+
+        Returns:
+            None if the lists hold anything else than numbers, or mix dtypes and may do so.
 
         Raises:
-            SchemaError: The numbers are of several dtypes, and ``must_agree`` is True.
+            SchemaError: A list mixes dtypes, and may not; or each list has one, but they differ.
         """
         name = field_name(path)
         dtypes = set(map(common_dtype, lists))
         if len(dtypes) == 1 and None not in dtypes:
             return leaf_field(name, lists[0])
         numbers = {common_dtype([value]) for value in chain.from_iterable(lists)}
-        if None in numbers or (None in dtypes and not must_agree):
+        if None in numbers or (None in dtypes and may_mix_dtypes):
             return None
         names = " and ".join(sorted(dtype_name(dtype) for dtype in numbers if dtype is not None))
         raise SchemaError(
@@ -148,18 +156,23 @@ class Inference:
         )
 
     def _infer_container(
-        self, kind: Any, keys: Sequence[Key], values: Sequence[Any], path: Path, in_record: bool
+        self,
+        node_kind: Any,
+        keys: Sequence[Key],
+        values: Sequence[Any],
+        path: Path,
+        in_record: bool,
     ) -> Node:
-        classes = {type(value).__name__ for value in values} if kind in CLASS_KINDS else {""}
+        classes = {type(value).__name__ for value in values} if node_kind in CLASS_KINDS else {""}
         if len(classes) > 1:
             raise _mismatch(path)
-        node = Node(kind, tuple(keys))
+        node = Node(node_kind, tuple(keys))
         children = [
             self.infer(column, (*path, key), in_record=in_record)
             for key, column in zip(keys, split_columns(values, node, path), strict=True)
         ]
         feature_dims = 0
-        if kind == "tensordict":
+        if node_kind == "tensordict":
             fields = [field for child in children for field in child.fields]
             if not fields or any(field.is_text for field in fields):
                 raise SchemaError(
@@ -167,7 +180,7 @@ class Inference:
                     " Return its other values next to it, in a dict or tuple"
                 )
             feature_dims = len(fields[0].shape) + self.is_batch - values[0].batch_dims
-        return Node(kind, tuple(keys), tuple(children), classes.pop(), feature_dims)
+        return Node(node_kind, tuple(keys), tuple(children), classes.pop(), feature_dims)
 
 
 def _merge_fields(fields: Sequence[Field], path: Path) -> Field:

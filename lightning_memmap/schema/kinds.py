@@ -202,7 +202,7 @@ def to_array(leaf: Any) -> tuple[Array, AnyKind]:
     pillow = sys.modules.get("PIL.Image")
     if pillow is not None and isinstance(leaf, pillow.Image):
         return _pixels(leaf), Image(leaf.mode)
-    if is_missing(leaf):
+    if is_null(leaf):
         raise SchemaError(f"found {leaf}")
     name = type(leaf).__name__
     replacement = _REPLACEMENTS.get(
@@ -213,14 +213,14 @@ def to_array(leaf: Any) -> tuple[Array, AnyKind]:
     raise SchemaError(f"found {name}, which cannot be stored. Return {replacement} instead")
 
 
-def is_missing(value: Any) -> bool:
-    """Return whether a value is missing: None, NaT or pandas' NA, but not NaN."""
+def is_null(value: Any) -> bool:
+    """Return whether a value is None, NaT or pandas' NA. NaN is a number."""
     if value is None:
         return True
     if isinstance(value, (np.datetime64, np.timedelta64)):
         return bool(np.isnat(value))
-    kind = type(value)
-    return kind.__name__ in ("NAType", "NaTType") and kind.__module__.startswith("pandas.")
+    is_named_alike = type(value).__name__ in ("NAType", "NaTType")
+    return is_named_alike and type(value).__module__.startswith("pandas.")
 
 
 def check_dense(leaf: Tensor) -> None:
@@ -241,9 +241,10 @@ def check_dense(leaf: Tensor) -> None:
     raise SchemaError(f"only dense tensors can be stored, but found {problem}")
 
 
-def python_dtype(kind: type) -> np.dtype[Any] | None:
+def python_dtype(python_type: type) -> np.dtype[Any] | None:
     """Return the numpy dtype for a type of Python number, or None for any other type."""
-    return next((dtype for base, dtype in FROM_PYTHON.items() if issubclass(kind, base)), None)
+    dtypes = (dtype for base, dtype in FROM_PYTHON.items() if issubclass(python_type, base))
+    return next(dtypes, None)
 
 
 def number_array(value: Any, dtype: np.dtype[Any]) -> np.ndarray:

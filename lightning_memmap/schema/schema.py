@@ -17,8 +17,8 @@ from lightning_memmap.schema.fields import (
     readable_name,
 )
 from lightning_memmap.schema.forms import Declared
-from lightning_memmap.schema.held import SharedMemoryCheck
 from lightning_memmap.schema.infer import Inference, merge_shapes, widen_fields
+from lightning_memmap.schema.shared_memory import SharedMemoryCheck
 from lightning_memmap.schema.stack import Batch, Samples, stack
 from lightning_memmap.schema.structure import Node, make_builder
 

@@ -30,18 +30,18 @@ from lightning_memmap.schema.fields import (
     describe_path,
     dtype_name,
 )
-from lightning_memmap.schema.held import SharedMemoryCheck
 from lightning_memmap.schema.kinds import (
     FROM_PYTHON,
     Array,
     Image,
     Text,
-    is_missing,
+    is_null,
     join_texts,
     number_array,
     python_dtype,
     to_array,
 )
+from lightning_memmap.schema.shared_memory import SharedMemoryCheck
 from lightning_memmap.schema.structure import Node, Path, split_columns
 
 _dtype = attrgetter("dtype")
@@ -96,7 +96,7 @@ class Samples(Branch):
 
     @override
     def present_mask(self) -> NDArray[np.bool_]:
-        return np.array([not is_missing(value) for value in self._values])
+        return np.array([not is_null(value) for value in self._values])
 
     @override
     def select(self, mask: NDArray[np.bool_]) -> Branch:
@@ -240,25 +240,26 @@ def _stack_leaves(field: Field, leaves: Sequence[Any]) -> Values:
         # If this fails, the leaves are converted one at a time below.
         with suppress(RuntimeError, TypeError, ValueError, OverflowError, AttributeError):
             return _stack_same_type(field, leaves)
-    data, sizes = _concatenate(field, [convert_leaf(field, leaf) for leaf in leaves])
+    data, sizes = _concatenate(field, [check_leaf(field, leaf) for leaf in leaves])
     return Values(as_tensor(data), sizes)
 
 
 def _stack_same_type(field: Field, leaves: Sequence[Any]) -> Values:
     """Stack leaves of one type and dtype. Raises an error of any type if they differ."""
-    (kind,) = set(map(type, leaves))
-    if kind in (list, tuple):
+    (python_type,) = set(map(type, leaves))
+    if python_type in (list, tuple):
         lengths = np.array(list(map(len, leaves)), np.int64)
         return lists_as_values(field, concatenate_numbers(leaves), lengths)
-    if kind in FROM_PYTHON:
+    if python_type in FROM_PYTHON:
         # Only one type, because a float among integers would round them.
-        return as_values(field, np.array(leaves, FROM_PYTHON[kind]))
+        return as_values(field, np.array(leaves, FROM_PYTHON[python_type]))
     (dtype,) = set(map(_dtype, leaves))
-    if issubclass(kind, np.generic):
+    if issubclass(python_type, np.generic):
         return as_values(field, np.array(leaves, dtype))
-    if kind is Tensor and not field.num_variable:
+    if python_type is Tensor and not field.num_variable:
         return as_values(field, torch.stack(tuple(leaves)))  # torch compares their shapes.
-    if kind not in (Tensor, np.ndarray) or not all(map(field.admits, set(map(_shape, leaves)))):
+    are_arrays = python_type in (Tensor, np.ndarray)
+    if not (are_arrays and all(map(field.admits, set(map(_shape, leaves))))):
         raise TypeError("the leaves must be converted one at a time")
     return as_values(field, *_concatenate(field, leaves))
 
@@ -269,9 +270,9 @@ def _concatenate(field: Field, leaves: Sequence[Any]) -> tuple[Array, Integers |
     sizes = np.array([leaf.shape[:count] for leaf in leaves], np.int64) if count else None
     if count > 1:
         leaves = [leaf.reshape(-1, *field.item_shape) for leaf in leaves]
-    kinds = set(map(type, leaves))
-    if any(issubclass(kind, Tensor) for kind in kinds):
-        tensors = tuple(leaves if kinds == {Tensor} else map(as_tensor, leaves))
+    python_types = set(map(type, leaves))
+    if any(issubclass(python_type, Tensor) for python_type in python_types):
+        tensors = tuple(leaves if python_types == {Tensor} else map(as_tensor, leaves))
         with torch.no_grad():
             data = torch.cat(tensors) if count else torch.stack(tensors)
             return data.resolve_conj().resolve_neg(), sizes
@@ -291,7 +292,7 @@ def _stack_texts(field: Field, kind: Text, texts: Sequence[Any]) -> Values:
         if types <= kind.types:
             encoded = list(map(kind.encode, texts))
         else:
-            encoded = [convert_leaf(field, text).tobytes() for text in texts]  # type: ignore[union-attr]
+            encoded = [check_leaf(field, text).tobytes() for text in texts]  # type: ignore[union-attr]
         data = b"".join(encoded)
     sizes = np.fromiter(map(len, encoded), np.int64, len(texts))
     return Values(as_tensor(np.frombuffer(data, np.uint8)), sizes[:, None])
@@ -346,8 +347,9 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
 
 
-def convert_leaf(field: Field, leaf: Any) -> Array:
-    """Convert a leaf of any type to the array that is stored. Raises an error if it doesn't fit."""
+def check_leaf(field: Field, leaf: Any) -> Array:
+    """Return a leaf as the array that is stored. Raises an error unless dtype, shape and kind are
+    the field's: nothing is cast."""
     try:
         if _is_list(leaf):
             empty = torch.empty(0, dtype=field.dtype, device="cpu")
@@ -356,7 +358,7 @@ def convert_leaf(field: Field, leaf: Any) -> Array:
         dtype = array_dtype(array)
         shape = tuple(array.shape)
     except SchemaError as error:
-        error_type = MismatchError if is_missing(leaf) else SchemaError
+        error_type = MismatchError if is_null(leaf) else SchemaError
         raise error_type(f"field {field.name!r}: {error}; expected {field.description}") from error
     # Kinds matter, because images of two modes may have the same shape and dtype.
     if dtype != field.dtype or not field.admits(shape) or field.kind != kind:
@@ -410,13 +412,14 @@ def array_dtype(array: Array) -> torch.dtype:
 def common_dtype(values: Sequence[Any]) -> torch.dtype | None:
     """Return the torch dtype that Python, numpy or torch numbers share, or None if they differ."""
     dtypes: set[torch.dtype | None] = set()
-    for kind in set(map(type, values)):
-        if kind is Tensor:
+    for python_type in set(map(type, values)):
+        if python_type is Tensor:
             tensors = [value for value in values if type(value) is Tensor]
             are_numbers = all(t.layout is torch.strided and not t.ndim for t in tensors)
             dtypes |= {tensor.dtype for tensor in tensors} if are_numbers else {None}
         else:
-            dtype = np.dtype(kind) if issubclass(kind, np.generic) else python_dtype(kind)
+            is_numpy = issubclass(python_type, np.generic)
+            dtype = np.dtype(python_type) if is_numpy else python_dtype(python_type)
             dtypes.add(None if dtype is None else FROM_NUMPY.get(dtype))
     common = dtypes.pop() if len(dtypes) == 1 else None
     return common if common in DTYPES.values() else None
@@ -426,14 +429,14 @@ def concatenate_numbers(lists: Sequence[Sequence[Any]]) -> Array:
     """Concatenate the numbers of lists into an array of one dimension."""
     values = list(chain.from_iterable(lists))
     dtype = common_dtype(values)
-    kinds = set(map(type, values))
+    python_types = set(map(type, values))
     if dtype is None:
-        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        names = ", ".join(sorted(python_type.__name__ for python_type in python_types))
         advice = (
             ". Replace None by a number of that dtype, such as NaN or -1, and return a mask as well"
-            if type(None) in kinds else ""
+            if type(None) in python_types else ""
         )  # fmt: skip
         raise SchemaError(f"found a list of {names}, expected numbers of one dtype{advice}")
-    if Tensor not in kinds:
+    if Tensor not in python_types:
         return number_array(values, TO_NUMPY[dtype])
     return torch.stack([as_tensor(to_array(value)[0]) for value in values])

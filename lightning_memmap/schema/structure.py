@@ -125,15 +125,15 @@ def split_columns(values: Sequence[Any], node: Node, path: Path) -> Sequence[Seq
     Raises:
         SchemaError: A container does not have the kind and keys of the node.
     """
-    kinds = set(map(type, values))
+    python_types = set(map(type, values))
     lengths = {len(node.keys)}
-    kind: Any = kinds.pop() if len(kinds) == 1 else None
+    python_type: Any = python_types.pop() if len(python_types) == 1 else None
     # A fast path for the most common types.
-    is_tuple = kind in (tuple, list) and node.kind == kind.__name__
-    is_tuple |= node.kind == "namedtuple" and getattr(kind, "_fields", None) == node.keys
+    is_tuple = python_type in (tuple, list) and node.kind == python_type.__name__
+    is_tuple |= node.kind == "namedtuple" and getattr(python_type, "_fields", None) == node.keys
     if is_tuple and set(map(len, values)) == lengths:
         return list(zip(*values, strict=True))
-    if kind is dict and node.kind == "dict" and set(map(len, values)) == lengths:
+    if python_type is dict and node.kind == "dict" and set(map(len, values)) == lengths:
         with suppress(KeyError):
             return [list(map(itemgetter(key), values)) for key in node.keys]
     return list(zip(*(_children_in_order(value, node, path) for value in values), strict=True))
@@ -186,8 +186,8 @@ def as_container(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | N
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return "namedtuple", list(value._fields), list(value)
     if isinstance(value, (tuple, list)):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return kind, list(range(len(value))), list(value)
+        node_kind = "tuple" if isinstance(value, tuple) else "list"
+        return node_kind, list(range(len(value))), list(value)
     if is_tensorclass(value):
         raise SchemaError(
             f"{describe_path(path)}: found {type(value).__name__}, a tensorclass. Its class is not"
@@ -316,9 +316,9 @@ def make_builder(
 
 
 @lru_cache(MAX_CLASSES)
-def _create_class(kind: str, name: str, keys: Path) -> type:
+def _create_class(node_kind: str, name: str, keys: Path) -> type:
     names = [str(key) for key in keys]
-    if kind == "namedtuple":
+    if node_kind == "namedtuple":
         class_type: type = namedtuple(name, names)  # type: ignore[misc]
         return class_type
     return dataclasses.make_dataclass(name, names)

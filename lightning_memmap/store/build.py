@@ -21,21 +21,21 @@ from lightning_memmap.errors import DatasetError, StoreError, check_integer, wit
 from lightning_memmap.integers import even_range
 from lightning_memmap.schema.forms import Declared, read_declared
 from lightning_memmap.sizes import format_bytes
+from lightning_memmap.store.build_spec import BuildSpec, find_class_names, get_type_name
 from lightning_memmap.store.building import NUM_PARTS, Building, read_draft
-from lightning_memmap.store.directory import PARTS, StoreDirectory, check_free, is_store
+from lightning_memmap.store.directory import PARTS_DRAFT, StoreDirectory, check_store_path, is_store
 from lightning_memmap.store.files import is_there
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.journal import InUseError, Journal, journal_name
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.paths import store_directory
-from lightning_memmap.store.probes import Probes, read_probes_in_worker
+from lightning_memmap.store.probes import Probes, read_probes
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.recognition import recognise
-from lightning_memmap.store.request import BuildRequest, find_class_names, get_class_name
 from lightning_memmap.store.samples import choose_probe_rows
 from lightning_memmap.store.sources.stream import Spool
 from lightning_memmap.store.store import Store, open_directory
-from lightning_memmap.store.workers import Workers
+from lightning_memmap.store.workers import Workers, make_task_runner
 from lightning_memmap.store.writing import Appended, write_missing
 
 #: The most characters of the names of the datasets of a store that was appended to.
@@ -107,79 +107,80 @@ def build_store(
         OSError: The disk is full, or the files cannot be written.
     """
     declared = read_declared(variable, nullable)
-    request = BuildRequest(dataset, path, num_shards, num_workers, fingerprint, declared, progress)
-    return build(request, overwrite=overwrite)
+    spec = BuildSpec(dataset, path, num_shards, num_workers, fingerprint, declared, progress)
+    return build(spec, overwrite=overwrite)
 
 
-def build(request: "BuildRequest", *, overwrite: bool = False) -> Store:
+def build(spec: BuildSpec, *, overwrite: bool = False) -> Store:
     """Build a store, or open it; see `build_store`."""
-    store = build_missing(request, overwrite=overwrite)
-    return open_directory(request.directory.path) if store is None else store
+    store = build_missing(spec, overwrite=overwrite)
+    return open_directory(spec.directory.path) if store is None else store
 
 
 def build_missing(
-    request: "BuildRequest", *, overwrite: bool, part: tuple[int, int] | None = None
+    spec: BuildSpec, *, overwrite: bool, part: tuple[int, int] | None = None
 ) -> Store | None:
     """Build a store, or one part of it. Return the store if it was built before, else None."""
-    dataset = request.dataset
-    num_workers = request.num_workers
-    directory = request.directory
-    if num_workers and request.is_stream:
+    dataset = spec.dataset
+    num_workers = spec.num_workers
+    directory = spec.directory
+    if num_workers and spec.is_iterable_only:
         raise ValueError(
             f"num_workers={num_workers} with a {type(dataset).__name__}: its rows are stored in the"
             " order in which they arrive, and this process reads them. Use num_workers=0"
         )
-    check_free(directory.path, f"`{request.argument}`")
-    if is_store(directory.path) and not overwrite:
-        return _reopen(request)
+    check_store_path(directory.path, f"`{spec.argument}`")
+    if spec.is_built and not overwrite:
+        return _reopen(spec)
     with ExitStack() as lock, ExitStack() as stack:
 
         def lock_and_reopen() -> Store | None:
             lock.enter_context(directory.locked())
-            exists = is_store(directory.path) and not overwrite
-            return _reopen(request, is_locked=True) if exists else None
+            is_kept = spec.is_built and not overwrite
+            return _reopen(spec, is_locked=True) if is_kept else None
 
         # Only the start of a part needs the lock: several processes write parts at once.
         if part is None and (store := lock_and_reopen()) is not None:
             return store
-        identity = request.identity
-        if request.is_stream:
-            with request.show("reading", None, 0) as advance:
-                spool = Spool(dataset, directory.path, advance, request.declared)
+        _ = spec.identity  # Before a row is read.
+        if spec.is_iterable_only:
+            with spec.show("reading", None, 0) as advance:
+                spool = Spool(dataset, directory.path, advance, spec.declared)
             stack.callback(spool.close)
             workers = stack.enter_context(Workers(spool, 0))
             probes = _make_probes(spool)
         else:
             workers = stack.enter_context(Workers(dataset, num_workers))
-            probes = request.probes(workers)
+            read = make_task_runner(read_probes, spec.declared)
+            probes = workers.run_one(read, len(dataset))
         more = {} if part is None else {NUM_PARTS: str(part[1])}
-        draft = request.draft(workers.dataset, probes, identity, **more)
+        draft = spec.draft(len(workers.dataset), probes, **more)
         if part is not None and (store := lock_and_reopen()) is not None:
             return store
         # Rows that no later build can resume are removed, because they would fill the disk.
-        resume = part is not None or not (overwrite or request.is_stream)
+        resume = part is not None or not (overwrite or spec.is_iterable_only)
         building = Building.begin(
             directory.path, draft, resume=resume, part=part, row_bytes=probes.typical_bytes
         )
         if part is not None:
             lock.close()
-        write_and_finish(request, building, workers, probes)
+        write_and_finish(spec, building, workers, probes)
     return None
 
 
 def write_and_finish(
-    request: "BuildRequest", building: Building, workers: Workers, probes: Probes, **changes: Any
+    spec: BuildSpec, building: Building, workers: Workers, probes: Probes, **changes: Any
 ) -> None:
     """Write the missing rows. Then commit the store, unless this is a part.
 
     ``changes`` are values of the manifest that differ from the draft.
     """
     with building:
-        write_missing(building, workers, probes, request.show)
+        write_missing(building, workers, probes, spec.show)
         if building.is_part:
             building.sync()
         else:
-            building.finish(num_threads=max(2, request.num_workers), show=request.show, **changes)
+            building.finish(num_threads=max(2, spec.num_workers), show=spec.show, **changes)
 
 
 def _make_probes(spool: Spool) -> Probes:
@@ -187,31 +188,24 @@ def _make_probes(spool: Spool) -> Probes:
     return Probes(spool.schema, digests, 0.0, spool.row_bytes, spool.row_bytes)
 
 
-def _reopen(request: BuildRequest, *, is_locked: bool = False) -> Store:
+def _reopen(spec: BuildSpec, *, is_locked: bool = False) -> Store:
     """Open an existing store, if it is the one that would be built."""
-    directory = request.directory
+    directory = spec.directory
     store = open_directory(directory.path)
-    if request.num_shards not in (None, store.num_shards):
+    if spec.num_shards not in (None, store.num_shards):
         raise StoreError(
-            f"num_shards={request.num_shards}: the store at {directory.path} has {store.num_shards}"
+            f"num_shards={spec.num_shards}: the store at {directory.path} has {store.num_shards}"
             f" shards. Build it again with overwrite=True, or use num_shards={store.num_shards}"
         )
-    identity = recognise(
-        store,
-        request.dataset,
-        request.fingerprint,
-        lambda: request.identity,
-        num_workers=request.num_workers,
-        progress=request.show,
-    )
+    identity = recognise(store, spec)
     if os.access(directory.path, os.W_OK) and (identity is not None or directory.has_unused):
         lock = nullcontext() if is_locked else directory.locked(wait=False)
         # Nothing changes if another process has the lock, or if this one may not write.
         with suppress(StoreError, OSError), lock:
-            directory.discard()
+            directory.remove_unfinished()
             # Another process may have replaced the store since this one opened it.
             if identity is not None and Manifest.read(directory.path) == store.manifest:
-                classes = find_class_names(request.dataset) or store.classes
+                classes = find_class_names(spec.dataset) or store.classes
                 replace(store.manifest, fingerprint=identity, classes=classes).write(directory.path)
     return store
 
@@ -252,18 +246,18 @@ def append_store(
         StoreError: The store is damaged, or this process may not replace it.
         OSError: The disk is full, or the files cannot be written.
     """
-    request = BuildRequest(dataset, path, None, num_workers, fingerprint, Declared(), progress)
-    if request.is_stream:
+    spec = BuildSpec(dataset, path, None, num_workers, fingerprint, Declared(), progress)
+    if spec.is_iterable_only:
         raise ValueError(
             f"{with_article(type(dataset).__name__)}: only a map-style dataset can be appended;"
             " build a store from it, and append that store"
         )
-    directory = request.directory
-    identity = request.identity
+    directory = spec.directory
+    identity = spec.identity
     open_directory(directory.path)  # Before a lock file is created in an empty directory.
     with directory.locked():
         store = open_directory(directory.path)
-        store.check_bytes(request.show, num_threads=max(2, num_workers))
+        store.check_bytes(spec.show, num_threads=max(2, num_workers))
         classes = _merge_classes(store, dataset)
         both = Appended(store, dataset)
         _log.warning(
@@ -273,9 +267,10 @@ def append_store(
             format_bytes(store.manifest.num_bytes),
         )
         with Workers(dataset, num_workers) as readers:
-            probes = read_probes_in_worker(readers, len(dataset), store.schema)
+            read = make_task_runner(read_probes, store.schema)
+            probes = readers.run_one(read, len(dataset))
         added = ((store.num_rows + row, digest) for row, digest in probes.digests)
-        name = f"{store.manifest.source.get('dataset', 'a table')} + {get_class_name(dataset)}"
+        name = f"{store.manifest.source.get('dataset', 'a table')} + {get_type_name(dataset)}"
         draft = Manifest.draft(
             both.num_rows,
             store.num_shards,
@@ -290,7 +285,7 @@ def append_store(
             building = Building.begin(
                 directory.path, draft, resume=True, row_bytes=store.manifest.row_bytes
             )
-            write_and_finish(request, building, workers, probes, fingerprint=new_identity)
+            write_and_finish(spec, building, workers, probes, fingerprint=new_identity)
     return open_directory(directory.path)
 
 
@@ -357,14 +352,14 @@ def build_part(
     """
     index, num_parts = check_part(part)
     declared = read_declared(variable, nullable)
-    request = BuildRequest(dataset, path, num_shards, num_workers, fingerprint, declared, progress)
-    if request.is_stream:
+    spec = BuildSpec(dataset, path, num_shards, num_workers, fingerprint, declared, progress)
+    if spec.is_iterable_only:
         raise ValueError(
             f"part={index}/{num_parts} of a {type(dataset).__name__}: its rows are known only as"
             " they arrive. Build its store in one process, or pass a map-style dataset"
         )
     # A job may have been queued again after the store was finished.
-    if (store := build_missing(request, overwrite=overwrite, part=(index, num_parts))) is not None:
+    if (store := build_missing(spec, overwrite=overwrite, part=(index, num_parts))) is not None:
         _log.warning("part %s of %s: the store at %s is complete", index, num_parts, store.path)
 
 
@@ -392,17 +387,17 @@ def finish_store(
     """
     num_threads = check_integer("num_threads", num_threads, 0, "0 or more threads")
     directory = StoreDirectory(store_directory(path))
-    check_free(directory.path, "path")
+    check_store_path(directory.path, "path")
 
     # Before a lock file is created in an empty directory.
-    if not directory.unfinished(PARTS) and not is_store(directory.path):
+    if not directory.unfinished(PARTS_DRAFT) and not is_store(directory.path):
         raise StoreError(
             f"no part of a store at {directory.path} was written. Write each of n parts with"
             " build_part(dataset, path, (i, n)), or with"
             f" `lightning-memmap store build {directory.path} --dataset ... --part i/n`"
         )
     with directory.locked():
-        if not (generations := directory.unfinished(PARTS)):
+        if not (generations := directory.unfinished(PARTS_DRAFT)):
             return open_directory(directory.path)
         generation = generations[0]
         if is_store(directory.path) and not overwrite:
@@ -411,12 +406,12 @@ def finish_store(
                 f" overwrite=True (--overwrite), or remove {generation}"
             )
         try:
-            draft = read_draft(generation, PARTS)
+            draft = read_draft(generation, PARTS_DRAFT)
             num_parts = int(draft.source[NUM_PARTS])
         except (OSError, ValueError, KeyError, StoreError) as error:
             raise StoreError(
-                f"{generation / PARTS} cannot be read: {error}: remove {generation}, and write all"
-                " parts again"
+                f"{generation / PARTS_DRAFT} cannot be read: {error}: remove {generation}, and"
+                " write all parts again"
             ) from error
         _check_parts(directory.path, draft, generation, num_parts)
         with Building(directory.path, draft, generation) as building:

@@ -35,7 +35,7 @@ from lightning_memmap.integers import even_range
 from lightning_memmap.schema.fields import Values
 from lightning_memmap.store.checksums import compute_checksums
 from lightning_memmap.store.columns import Column, shard_items
-from lightning_memmap.store.directory import JOURNAL, KEY, PARTS, StoreDirectory
+from lightning_memmap.store.directory import DRAFT, JOURNAL, PARTS_DRAFT, StoreDirectory
 from lightning_memmap.store.files import (
     TEMPORARY,
     OpenFiles,
@@ -57,9 +57,9 @@ from lightning_memmap.store.samples import (
     RandomDatasetError,
     choose_probe_rows,
     hash_row,
-    random_dataset_error,
+    make_random_dataset_error,
 )
-from lightning_memmap.store.workers import RowNumbers, start_threads
+from lightning_memmap.store.workers import RowIndices, start_threads
 
 #: Bytes of the draft, the journal and the manifest.
 _ROOM_BYTES = 64 * 2**10
@@ -88,7 +88,7 @@ class RowWriter:
         with suppress(OSError):
             fcntl.flock(self.journal, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
-    def write(self, rows: RowNumbers, values: Iterable[Values]) -> None:
+    def write(self, rows: RowIndices, values: Iterable[Values]) -> None:
         """Write rows in any order."""
         for column, column_values in zip(self._columns, values, strict=True):
             column.write(self.files, rows, column_values)
@@ -121,7 +121,7 @@ class Building:
         self.path = path
         self.journal = journal
         self.draft = replace(draft, generation=path.name)
-        self._written = deque[RowNumbers]()
+        self._written = deque[RowIndices]()
         self._syncing = Lock()
         self._is_kept = is_kept
         self.is_committed = False
@@ -142,12 +142,12 @@ class Building:
         call. Without ``resume``, the files are removed if the build fails.
         """
         directory = StoreDirectory(store)
-        key = KEY if part is None else PARTS
+        draft_name = DRAFT if part is None else PARTS_DRAFT
         index = None if part is None else part[0]
         rows = range(draft.num_rows) if part is None else even_range(*part, draft.num_rows)
-        for path in directory.unfinished(key) if resume else ():
+        for path in directory.unfinished(draft_name) if resume else ():
             try:
-                _check_same(read_draft(path, key), draft)
+                _check_same(read_draft(path, draft_name), draft)
                 _check_own_files(path, draft)
                 journal = Journal(path, rows, index, _PATIENCE_S)
             except (OSError, ValueError, RecursionError, StoreError) as error:
@@ -174,11 +174,11 @@ class Building:
                 )
             return cls(store, draft, path, journal)
         if part is None:
-            directory.discard()
+            directory.remove_unfinished()
         path = directory.begin()
         try:
             allocate_files(path, draft.columns, store, draft.num_rows * row_bytes)
-            draft.write(path, key)
+            draft.write(path, draft_name)
             journal = Journal(path, rows, index)
         except BaseException:
             shutil.rmtree(path, ignore_errors=True)
@@ -200,7 +200,7 @@ class Building:
         assert self.journal is not None
         return list(self.journal.missing())
 
-    def wrote(self, rows: RowNumbers) -> None:
+    def mark_written(self, rows: RowIndices) -> None:
         """Mark rows that any process has written. `sync` writes them to the disk."""
         assert self.journal is not None
         self.journal.mark(rows, WRITTEN)
@@ -252,7 +252,7 @@ class Building:
         for row, expected in manifest.probes:
             if digest(row) != expected:
                 names = [field.name for field in manifest.schema.fields]
-                raise random_dataset_error(row, names)
+                raise make_random_dataset_error(row, names)
         # Keys that begin with a dot only served to match an interrupted build.
         source = {key: text for key, text in manifest.source.items() if key[0] != "."}
         source |= describe_writer()
@@ -266,7 +266,7 @@ class Building:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
+    def __exit__(self, error_type: object, error: object, trace: object) -> None:
         if isinstance(error, KeyboardInterrupt) and self._is_kept and self.journal is not None:
             kept = f"{self.journal.num_done:,} of {len(self.journal.rows):,} rows"
             _log.warning("interrupted: %s are kept at %s", kept, self.path)
@@ -276,14 +276,14 @@ class Building:
         if not (self._is_kept or self.is_committed):
             part = None if self.journal is None else self.journal.part
             with suppress(OSError):  # Without this file, no build resumes it.
-                (self.path / (KEY if part is None else journal_name(part))).unlink()
+                (self.path / (DRAFT if part is None else journal_name(part))).unlink()
             if part is None:  # A part holds no lock. The store stays: a disk may fail after that.
-                StoreDirectory(self.store).clear()
+                StoreDirectory(self.store).remove_unused()
         then = "the same call then resumes" if self._is_kept else "nothing was changed"
-        raise_for_room(error, self.store, then)
+        raise_if_full(error, self.store, then)
 
 
-def raise_for_room(error: object, store: Path, then: str) -> None:
+def raise_if_full(error: object, store: Path, then: str) -> None:
     """Raise an error that names the store, if another one means that disk or memory is full.
 
     Args:
@@ -331,10 +331,10 @@ def _find_own_version() -> str:
         return "not installed"
 
 
-def read_draft(generation: Path, key: str) -> Manifest:
+def read_draft(generation: Path, draft_name: str) -> Manifest:
     """Read the draft of a build in a directory of this user."""
     with closing(OpenFiles(generation, is_own=True)) as files:
-        size = os.fstat(file := files.open(key)).st_size
+        size = os.fstat(file := files.open(draft_name)).st_size
         data = read_exactly(file, 0, min(size, MAX_MANIFEST_BYTES + 1))
     draft = Manifest.decode(data.tobytes(), f"{generation}, not finished,")
     return replace(draft, items={}, generation=generation.name)
@@ -343,10 +343,11 @@ def read_draft(generation: Path, key: str) -> Manifest:
 def describe_unfinished_build(store: Path) -> str | None:
     """Describe an unfinished build: how many rows are on the disk, and how to resume it."""
     directory = StoreDirectory(store)
-    keys = {generation: key for key in (PARTS, KEY) for generation in directory.unfinished(key)}
-    for generation, key in keys.items():
+    names = (PARTS_DRAFT, DRAFT)
+    drafts = {path: name for name in names for path in directory.unfinished(name)}
+    for generation, draft_name in drafts.items():
         with suppress(OSError, ValueError, StoreError):  # It is another user's, or damaged.
-            draft = read_draft(generation, key)
+            draft = read_draft(generation, draft_name)
             num_done = 0
             if not (journals := [*generation.glob(f"{JOURNAL}*")]):
                 continue  # An unfinished pull doesn't have a journal.
@@ -354,7 +355,7 @@ def describe_unfinished_build(store: Path) -> str | None:
                 count = min(journal.stat().st_size, draft.num_rows)
                 num_done += np.count_nonzero(read_marks(generation, journal.name, 0, count) == KEPT)
             progress = f"{num_done:,} of {draft.num_rows:,} rows are there: its build"
-            if key == KEY:
+            if draft_name == DRAFT:
                 return f"{progress} is not finished; run it again to resume"
             num_parts = int(draft.source.get(NUM_PARTS, 1))
             return (

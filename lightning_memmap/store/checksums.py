@@ -66,12 +66,14 @@ class ColumnChunks:
 
     def __init__(self, column: Column, chunk_bytes: int, checksums: bytes) -> None:
         self._checksums = checksums
-        cuts = [(name, *_cut(bounds, chunk_bytes)) for name, bounds in column.bounds.items()]
+        cuts = [
+            (name, *_cut_into_chunks(bounds, chunk_bytes)) for name, bounds in column.bounds.items()
+        ]
         #: By chunk: its file, shard, first byte, and one past its last byte.
         self._files = [name for name, shards, _ in cuts for _ in shards]
         self._shards = np.concatenate([shards for _, shards, _ in cuts])
-        self._starts = np.concatenate([edges[:-1] for *_, edges in cuts])
-        self._stops = np.concatenate([edges[1:] for *_, edges in cuts])
+        self._starts = np.concatenate([bounds[:-1] for *_, bounds in cuts])
+        self._stops = np.concatenate([bounds[1:] for *_, bounds in cuts])
 
     def of_shard(self, shard: int) -> list[Chunk]:
         """Return the chunks of one shard, file after file."""
@@ -136,7 +138,9 @@ def list_damages(field: str, files: Path | StoreUrl, chunks: Sequence[Chunk]) ->
 
 def num_chunks(column: Column, chunk_bytes: int) -> int:
     """Return the number of checksums of one column."""
-    return sum(int(_counts(bounds, chunk_bytes).sum()) for bounds in column.bounds.values())
+    return sum(
+        int(_chunks_per_shard(bounds, chunk_bytes).sum()) for bounds in column.bounds.values()
+    )
 
 
 def choose_chunk_bytes(columns: Sequence[Column]) -> int:
@@ -147,14 +151,19 @@ def choose_chunk_bytes(columns: Sequence[Column]) -> int:
     return chunk_bytes
 
 
-def _counts(bounds: Integers, chunk_bytes: int) -> Integers:
+def _chunks_per_shard(bounds: Integers, chunk_bytes: int) -> Integers:
+    """Return the number of chunks of each shard of a file."""
     return ceil_div(np.diff(bounds), chunk_bytes)
 
 
-def _cut(bounds: Integers, chunk_bytes: int) -> tuple[Integers, Integers]:
-    """Return the shard of each chunk of a file, and the bytes at which chunks start and the last
-    one ends."""
-    counts = _counts(bounds, chunk_bytes)
+def _cut_into_chunks(bounds: Integers, chunk_bytes: int) -> tuple[Integers, Integers]:
+    """Return the shard of each chunk of a file, and the bounds of the chunks.
+
+    Args:
+        bounds: The bytes at which shards start, and the size of the file.
+        chunk_bytes: The size of a chunk.
+    """
+    counts = _chunks_per_shard(bounds, chunk_bytes)
     shards = group_of(counts)
     starts = bounds[shards] + index_in_group(counts) * chunk_bytes
     return shards, np.append(starts, bounds[-1])
@@ -174,10 +183,10 @@ def compute_checksums(
     with start_threads(num_threads) as pool:
         for column, name in files:
             path = directory / name
-            _, edges = _cut(column.bounds[name], chunk_bytes)
+            _, bounds = _cut_into_chunks(column.bounds[name], chunk_bytes)
             # Several chunks at once: there may be many that are small.
-            step = ceil_div(len(edges) - 1, 2 * num_threads)
-            groups = [edges[at : at + step + 1] for at in range(0, len(edges) - 1, step)]
+            step = ceil_div(len(bounds) - 1, 2 * num_threads)
+            groups = [bounds[at : at + step + 1] for at in range(0, len(bounds) - 1, step)]
             try:
                 # Not through the mapping: a read error here is an OSError, there it is a SIGBUS.
                 with open(open_plain(path), "rb", buffering=0) as file:
@@ -190,17 +199,17 @@ def compute_checksums(
 
 def hash_in_memory(column: FixedColumn, data: memoryview, chunk_bytes: int) -> bytes:
     """Hash the chunks of a column whose file is in memory."""
-    _, edges = _cut(column.bounds[column.rows_name], chunk_bytes)
-    chunks = (data[start:stop] for start, stop in pairwise(edges.tolist()))
+    _, bounds = _cut_into_chunks(column.bounds[column.rows_name], chunk_bytes)
+    chunks = (data[start:stop] for start, stop in pairwise(bounds.tolist()))
     return b"".join(xxhash.xxh3_64_digest(chunk) for chunk in chunks)
 
 
-def _hash_chunks(file: int, advance: Callable[[int], None], edges: Integers) -> bytes:
+def _hash_chunks(file: int, advance: Callable[[int], None], bounds: Integers) -> bytes:
     """Hash chunks that follow one another in a file."""
     hashes = list[bytes]()
     num_read = 0
     memory = memoryview(bytearray(_READ_BYTES))
-    for start, stop in pairwise(edges.tolist()):
+    for start, stop in pairwise(bounds.tolist()):
         digest = xxhash.xxh3_64()
         while start < stop:
             if not (count := os.preadv(file, [memory[: stop - start]], start)):

@@ -2,11 +2,11 @@
 
 If all rows have one shape, ``FIELD.memmap`` has the rows of shard 0, then the rows of shard 1, and
 so on. If rows differ in length, ``FIELD.values`` has the items of all rows, concatenated without
-padding, and ``FIELD.index`` an int64 for each row: the item at which it ends. If several dimensions
+padding, and ``FIELD.index`` an int64 for each row: one past its last item. If several dimensions
 differ, their sizes follow it.
 
-During a build, each writer of a ragged column appends its rows to a separate file, and a file of
-fixed size has the location of each row. `RaggedColumn.finish` concatenates them.
+During a build, each writer of such a field appends its rows to a file of its own, and a file of
+fixed size has the location of each row. `VariableColumn.finish` concatenates the rows.
 """
 
 import math
@@ -40,14 +40,15 @@ from lightning_memmap.store.files import (
 from lightning_memmap.store.open_columns import (
     LOCATED_ROWS,
     MAX_EMPTY_SIZE,
-    ItemRows,
+    IndexedItems,
     MappedRows,
     compute_index,
     map_rows,
 )
 
 _MAX_FILE_BYTES = 2**62
-_JOIN_BYTES = 32 * 2**20
+#: Bytes of rows that are gathered at once.
+_GATHER_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ class _Column(ABC):
         """Return the average bytes of ``num_rows`` rows, rounded up."""
         return ceil_div(self.num_bytes * num_rows, self.shards.num_rows)
 
-    def edge_bytes(self, shard: int) -> Sequence[tuple[str, int, bytes]]:
-        """Return index entries of the preceding shard that are needed to locate the first row.
+    def entries_before(self, shard: int) -> Sequence[tuple[str, int, bytes]]:
+        """Return the index entries before a shard that are needed to locate its first row.
 
         Each is a file, the first byte in it, and the bytes.
         """
@@ -124,24 +125,23 @@ class FixedColumn(_Column):
         data = leaf_bytes(values.data.detach().cpu())
         if isinstance(rows, range):
             # As numbers, small rows are copied faster than as bytes.
-            kind = "u" if size in (1, 2, 4, 8) else "V"
-            self._write_range(file, rows.start, data.view(f"{kind}{size}"))
+            dtype = f"u{size}" if size in (1, 2, 4, 8) else f"V{size}"
+            self._write_range(file, rows.start, data.view(dtype))
         else:
             write_rows(file, self.shards.file_rows(rows), data.reshape(len(rows), size))
 
-    def _write_range(self, file: int, first: int, data: NDArray[Any]) -> None:
-        size = self.field.row_bytes
-        step = self.shards.num_shards
+    def _write_range(self, file: int, start: int, data: NDArray[Any]) -> None:
+        num_shards = self.shards.num_shards
         # Memory that is new costs more than a copy into it.
-        memory = np.empty(ceil_div(len(data), step), data.dtype)
-        # Every `step`-th row is of the same shard, in which these rows follow one another.
-        starts = self.shards.file_rows(np.arange(first, first + min(step, len(data))))
-        for index, location in enumerate(starts.tolist()):
-            part = data[index::step]
-            if step > 1:
-                memory[: len(part)] = part
-                part = memory[: len(part)]
-            write_all(file, part.view(np.uint8).data, location * size)
+        memory = np.empty(ceil_div(len(data), num_shards), data.dtype)
+        # Every C-th row is of the same shard, in which these rows follow one another.
+        file_rows = self.shards.file_rows(np.arange(start, start + min(num_shards, len(data))))
+        for index, file_row in enumerate(file_rows.tolist()):
+            shard_rows = data[index::num_shards]
+            if num_shards > 1:
+                memory[: len(shard_rows)] = shard_rows
+                shard_rows = memory[: len(shard_rows)]
+            write_all(file, shard_rows.view(np.uint8).data, file_row * self.field.row_bytes)
 
     def finish(self, directory: Path) -> "FixedColumn":
         """Return the column of the finished store."""
@@ -157,7 +157,7 @@ class FixedColumn(_Column):
 
 
 @dataclass(frozen=True)
-class RaggedColumn(_Column):
+class VariableColumn(_Column):
     """The column of a field whose rows differ in length."""
 
     shard_items: tuple[int, ...] = ()
@@ -168,7 +168,7 @@ class RaggedColumn(_Column):
 
     @property
     def index_name(self) -> str:
-        """The file that says where each row ends."""
+        """The file that says where each row stops."""
         return f"{self.field.name}.index"
 
     @property
@@ -177,13 +177,13 @@ class RaggedColumn(_Column):
         return f"{self.field.name}.values"
 
     @property
-    def entries_name(self) -> str:
+    def locations_name(self) -> str:
         """During a build, the file with the location of each row: writer, offset and sizes."""
-        return f"{self.field.name}.at{TEMPORARY}"
+        return f"{self.field.name}.locations{TEMPORARY}"
 
-    def unsorted_name(self, number: int) -> str:
+    def writer_file(self, writer_id: int) -> str:
         """Return the file of one writer during a build."""
-        return f"{self.field.name}.{number:016x}{TEMPORARY}"
+        return f"{self.field.name}.{writer_id:016x}{TEMPORARY}"
 
     @property
     def _index_width(self) -> int:
@@ -195,7 +195,7 @@ class RaggedColumn(_Column):
     def bounds(self) -> Mapping[str, Integers]:
         rows = _row_bounds(self.shards)
         if not self.shard_items:
-            return {self.entries_name: rows * 8 * (2 + self.field.num_variable)}
+            return {self.locations_name: rows * 8 * (2 + self.field.num_variable)}
         items = bounds_of(self.shard_items)
         index = rows * 8 * self._index_width
         return {self.index_name: index, self.rows_name: items * self.field.item_bytes}
@@ -206,15 +206,18 @@ class RaggedColumn(_Column):
         return np.diff(self.bounds[self.rows_name]) if self.shard_items else super().shard_bytes
 
     @override
-    def edge_bytes(self, shard: int) -> Sequence[tuple[str, int, bytes]]:
-        # A row begins where the one before it ends, which may be of another shard.
-        if not (first := int(self.shards.starts[shard])):
+    def entries_before(self, shard: int) -> Sequence[tuple[str, int, bytes]]:
+        # A row starts where the one before it stops, which may be of another shard.
+        if not (start_row := int(self.shards.starts[shard])):
             return ()
-        end = np.int64(sum(self.shard_items[:shard]))
-        return [(self.index_name, (first - 1) * 8 * self._index_width, end.tobytes())]
+        stop = np.int64(sum(self.shard_items[:shard]))
+        return [(self.index_name, (start_row - 1) * 8 * self._index_width, stop.tobytes())]
 
     def write(self, files: OpenFiles, rows: range | Integers, values: Values) -> None:
-        """Write rows in any order. If a row is written twice, the last one counts."""
+        """Append rows in any order to the file of this writer, and write their locations.
+
+        If a row is written twice, the last one counts.
+        """
         if not len(rows):
             return
         assert values.sizes is not None
@@ -222,78 +225,71 @@ class RaggedColumn(_Column):
         # Without items, or with one, any stride counts as contiguous.
         data = items.as_strided((items.numel(),), (1,)).view(torch.uint8).numpy()
         _check_sizes(self.field, values.sizes)
-        file = files.open(self.unsorted_name(files.number), os.O_CREAT)
+        file = files.open(self.writer_file(files.writer_id), os.O_CREAT)
         # Append: the file may end with an incomplete row.
-        begin = os.fstat(file).st_size
-        write_all(file, data.data, begin)
+        start = os.fstat(file).st_size
+        write_all(file, data.data, start)
         num_bytes = values.sizes.prod(axis=1) * self.field.item_bytes
-        entries = np.empty((len(rows), 2 + self.field.num_variable), np.int64)
-        entries[:, 0] = files.number
-        entries[:, 1] = begin + starts_of(num_bytes)
-        entries[:, 2:] = values.sizes
-        write_rows(
-            files.open(self.entries_name),
-            self.shards.file_rows(np.asarray(rows)),
-            entries.view(np.uint8),
-        )
+        locations = np.empty((len(rows), 2 + self.field.num_variable), np.int64)
+        locations[:, 0] = files.writer_id
+        locations[:, 1] = start + starts_of(num_bytes)
+        locations[:, 2:] = values.sizes
+        file_rows = self.shards.file_rows(np.asarray(rows))
+        write_rows(files.open(self.locations_name), file_rows, locations.view(np.uint8))
 
-    def finish(self, directory: Path) -> "RaggedColumn":
+    def finish(self, directory: Path) -> "VariableColumn":
         """Concatenate the rows once all are written. Repeat it after a kill."""
-        bounds = _row_bounds(self.shards)
-        edges = np.zeros(len(bounds), np.int64)
-        end = num_bytes = 0
+        row_bounds = _row_bounds(self.shards)
+        item_bounds = np.zeros(len(row_bounds), np.int64)
+        num_items = num_bytes = 0
         with closing(OpenFiles(directory)) as files:
-            for first, entries in self._entries(files):
-                packed = compute_index(entries[:, 2:])
-                packed[:, 0] += end
-                within = (bounds > first) & (bounds <= first + len(entries))
-                edges[within] = packed[bounds[within] - first - 1, 0]
-                end = int(packed[-1, 0])
-                index = files.open(self.index_name, os.O_CREAT)
-                write_all(index, leaf_bytes(packed).data, first * 8 * self._index_width)
-                for joined in self.joined(directory, entries):
-                    write_all(files.open(self.rows_name, os.O_CREAT), joined.data, num_bytes)
-                    num_bytes += len(joined)
+            for start, locations in self._read_locations(files):
+                index = compute_index(locations[:, 2:])
+                index[:, 0] += num_items
+                is_here = (row_bounds > start) & (row_bounds <= start + len(locations))
+                item_bounds[is_here] = index[row_bounds[is_here] - start - 1, 0]
+                num_items = int(index[-1, 0])
+                file = files.open(self.index_name, os.O_CREAT)
+                write_all(file, leaf_bytes(index).data, start * 8 * self._index_width)
+                for gathered in self.gather_rows(directory, locations):
+                    write_all(files.open(self.rows_name, os.O_CREAT), gathered.data, num_bytes)
+                    num_bytes += len(gathered)
             if num_bytes:
                 os.truncate(files.open(self.rows_name), num_bytes)
             files.sync()
-        return replace(self, shard_items=tuple(np.diff(edges).tolist()))
+        return replace(self, shard_items=tuple(np.diff(item_bounds).tolist()))
 
-    def _entries(self, files: OpenFiles) -> Iterator[tuple[int, Integers]]:
-        """Yield the first row and the records of blocks of rows, in file order."""
+    def _read_locations(self, files: OpenFiles) -> Iterator[tuple[int, Integers]]:
+        """Yield the locations of blocks of rows, and the first row of each, in file order."""
         width = 2 + self.field.num_variable
-        file = files.open(self.entries_name)
-        for first in range(0, self.shards.num_rows, LOCATED_ROWS):
-            count = min(LOCATED_ROWS, self.shards.num_rows - first)
-            data = read_exactly(file, first * 8 * width, count * 8 * width)
-            yield first, data.view(np.int64).reshape(count, width)
+        file = files.open(self.locations_name)
+        for start in range(0, self.shards.num_rows, LOCATED_ROWS):
+            count = min(LOCATED_ROWS, self.shards.num_rows - start)
+            data = read_exactly(file, start * 8 * width, count * 8 * width)
+            yield start, data.view(np.int64).reshape(count, width)
 
-    def joined(self, directory: Path, entries: Integers) -> Iterator[NDArray[np.uint8]]:
-        """Yield the bytes of rows, concatenated."""
+    def gather_rows(self, directory: Path, locations: Integers) -> Iterator[NDArray[np.uint8]]:
+        """Read rows from the files of all writers, and yield their bytes, concatenated."""
         files: dict[int, NDArray[np.uint8]] = {}
-        ends = np.cumsum(entries[:, 2:].prod(axis=1)) * self.field.item_bytes
-        first = 0
-        begin = 0
-        while first < len(ends):
-            end = max(first + 1, int(np.searchsorted(ends, begin + _JOIN_BYTES, side="right")))
-            rows = entries[first:end]
-            starts = np.append(begin, ends[first : end - 1])
-            lengths = ends[first:end] - starts
-            out = np.empty(int(ends[end - 1]) - begin, np.uint8)
-            for number in np.unique(rows[lengths > 0, 0]).tolist():
-                if number not in files:
-                    path = directory / self.unsorted_name(number)
-                    files[number] = np.memmap(path, np.uint8, "r")
-                is_here = rows[:, 0] == number
-                copy_segments(
-                    files[number], rows[is_here, 1], out, starts[is_here] - begin, lengths[is_here]
-                )
-            if len(out):
-                yield out
-            first = end
-            begin = int(ends[end - 1])
+        num_bytes = locations[:, 2:].prod(axis=1) * self.field.item_bytes
+        # Rows are gathered together if they start in the same block of the output.
+        blocks = starts_of(num_bytes) // _GATHER_BYTES
+        for rows in np.split(np.arange(len(blocks)), np.flatnonzero(np.diff(blocks)) + 1):
+            writer_ids, offsets = locations[rows, :2].T
+            lengths = num_bytes[rows]
+            starts = starts_of(lengths)
+            gathered = np.empty(int(lengths.sum()), np.uint8)
+            for writer_id in np.unique(writer_ids[lengths > 0]).tolist():
+                if writer_id not in files:
+                    path = directory / self.writer_file(writer_id)
+                    files[writer_id] = np.memmap(path, np.uint8, "r")
+                is_own = writer_ids == writer_id
+                segments = starts[is_own], lengths[is_own]
+                copy_segments(files[writer_id], offsets[is_own], gathered, *segments)
+            if len(gathered):
+                yield gathered
 
-    def open(self, directory: Path) -> ItemRows:
+    def open(self, directory: Path) -> IndexedItems:
         """Open the column for reading."""
         assert self.shard_items
         num_rows = self.shards.num_rows
@@ -303,10 +299,10 @@ class RaggedColumn(_Column):
             items = map_rows(directory / self.rows_name, self.field.dtype, shape)
         else:
             items = torch.empty(shape, dtype=self.field.dtype, device="cpu")
-        return ItemRows(self.field, self.shards.file_rows, items, index.numpy())
+        return IndexedItems(self.field, self.shards.file_rows, items, index.numpy())
 
 
-Column = FixedColumn | RaggedColumn
+Column = FixedColumn | VariableColumn
 
 
 def _row_bounds(shards: Shards) -> Integers:
@@ -323,18 +319,18 @@ def shard_items(columns: Sequence[Column]) -> dict[str, ShardItems]:
     return {
         column.field.name: list(column.shard_items or (0,) * column.shards.num_shards)
         for column in columns
-        if isinstance(column, RaggedColumn)
+        if isinstance(column, VariableColumn)
     }
 
 
 def _check_sizes(field: Field, sizes: Integers) -> None:
     """Check that rows without items can be read again."""
     if field.num_variable > 1:
-        most = sizes.max(axis=1, initial=0)
-        empty = np.flatnonzero((sizes.prod(axis=1) == 0) & (most > MAX_EMPTY_SIZE))
+        is_empty = sizes.prod(axis=1) == 0
+        empty = np.flatnonzero(is_empty & (sizes.max(axis=1, initial=0) > MAX_EMPTY_SIZE))
         if len(empty):
             raise SchemaError(
                 f"field {field.name!r}: a row of shape {tuple(sizes[empty[0]].tolist())} has no"
-                f" values, and a size of more than {MAX_EMPTY_SIZE}: give such rows a shape of"
-                " zeros"
+                f" values, and a size of more than {MAX_EMPTY_SIZE}: return such rows in a"
+                " shape of zeros"
             )

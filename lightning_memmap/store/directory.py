@@ -41,12 +41,12 @@ from lightning_memmap.store.manifest import (
 )
 
 #: The draft of an unfinished build, in its generation.
-KEY = "build.json"
+DRAFT = "build.json"
 #: The draft of an unfinished build in parts.
-PARTS = "parts.json"
+PARTS_DRAFT = "parts.json"
 JOURNAL = "journal"
-#: The file that a build shares with processes that read its rows, in its generation.
-SERVING = "serving"
+#: The directory of requests by processes that read rows of a build, in its generation.
+REQUESTS = "requests"
 _LOCK = ".lock"
 _UNFINISHED_MANIFEST = MANIFEST + TEMPORARY
 #: The locks that this process holds. They are closed in processes that it forks, because these may
@@ -76,7 +76,7 @@ def list_stores(directory: Path) -> list[str]:
     return [name for name in names if not name.startswith(".") and is_store(directory / name)]
 
 
-def check_free(directory: Path, argument: str) -> None:
+def check_store_path(directory: Path, argument: str) -> None:
     """Check that a directory is missing or empty, or has a store or an unfinished build."""
     if not os.path.lexists(directory):
         return
@@ -127,7 +127,7 @@ class StoreDirectory:
     def has_unused(self) -> bool:
         """Whether an interrupted build has left files, as far as this process can see."""
         with suppress(OSError, StoreError):
-            return bool(self.unfinished(KEY)) or any(map(is_there, self._find_unused()))
+            return bool(self.unfinished(DRAFT)) or any(map(is_there, self._find_unused()))
         return False
 
     @contextmanager
@@ -160,7 +160,7 @@ class StoreDirectory:
                     f"the store at {self.path} cannot be locked: {error}: choose another directory,"
                     f" or let the owner of {self.path} build the store or remove {path}"
                 ) from error
-            self.clear()
+            self.remove_unused()
             yield
 
     def _open_lock(self, path: Path) -> int:
@@ -176,18 +176,18 @@ class StoreDirectory:
         return lock
 
     def begin(self, name: str | None = None) -> Path:
-        """Make a generation for a build. The lock must be held until the generation has a key."""
+        """Make a generation for a build. The lock must be held until the generation has a draft."""
         path = self.path / (name or f"g-{secrets.token_hex(8)}")
         path.mkdir()
         return path
 
-    def unfinished(self, key: str) -> list[Path]:
+    def unfinished(self, draft_name: str) -> list[Path]:
         """Return the generations of unfinished builds of this user.
 
-        The current generation may have a key too, if the process that committed it was killed.
+        The current generation may have a draft too, if the process that committed it was killed.
         """
         try:
-            generations = [path for path in self._list_generations() if is_there(path / key)]
+            generations = [path for path in self._list_generations() if is_there(path / draft_name)]
         except OSError as error:
             raise StoreError(
                 f"{self.path} cannot be listed, so unfinished builds in it are not found:"
@@ -199,9 +199,9 @@ class StoreDirectory:
             return [path for path in generations if path.name != current]
         return generations
 
-    def discard(self) -> None:
+    def remove_unfinished(self) -> None:
         """Remove the generations of unfinished builds, if they are ours. The lock must be held."""
-        for path in self.unfinished(KEY):
+        for path in self.unfinished(DRAFT):
             remove_tree(path)
 
     def commit(self, manifest: Manifest) -> None:
@@ -211,9 +211,9 @@ class StoreDirectory:
         manifest.write(self.path)
         sync_path(self.path)
         sync_path(self.path.parent)
-        self.clear()
+        self.remove_unused()
 
-    def clear(self) -> None:
+    def remove_unused(self) -> None:
         """Remove unused files. The lock must be held.
 
         If the directory cannot be listed now, they stay until the next change.
@@ -241,9 +241,10 @@ class StoreDirectory:
             return  # Without a manifest, the current generation is unknown.
         for path in self._list_generations():
             if path.name == current:
-                temporary = path.glob(f"*{TEMPORARY}")
-                yield from (path / JOURNAL, path / SERVING, *temporary, path / PARTS, path / KEY)
-            elif not any(is_there(path / key) for key in (KEY, PARTS)):
+                yield from (path / JOURNAL, path / REQUESTS)
+                yield from path.glob(f"*{TEMPORARY}")
+                yield from (path / PARTS_DRAFT, path / DRAFT)
+            elif not any(is_there(path / name) for name in (DRAFT, PARTS_DRAFT)):
                 yield path
 
     def _list_generations(self) -> list[Path]:

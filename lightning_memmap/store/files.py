@@ -121,16 +121,16 @@ def leaf_bytes(leaf: Tensor | NDArray[Any]) -> NDArray[np.uint8]:
     return np.ascontiguousarray(native).reshape(-1).view(np.uint8)
 
 
-def write_rows(descriptor: int, locations: Integers, rows: NDArray[np.uint8]) -> None:
-    """Write rows of one size into a file."""
-    order = np.argsort(locations)
-    locations = locations[order]
+def write_rows(descriptor: int, indices: Integers, rows: NDArray[np.uint8]) -> None:
+    """Write rows of one size into a file, at their indices in it."""
+    order = np.argsort(indices)
+    indices = indices[order]
     size = rows.shape[1]
     data = rows.take(order, axis=0).reshape(-1).data
-    # One call for all rows whose locations follow one another.
-    bounds = [0, *(np.flatnonzero(np.diff(locations) != 1) + 1).tolist(), len(rows)]
-    for first, end in pairwise(bounds):
-        write_all(descriptor, data[first * size : end * size], int(locations[first]) * size)
+    # One call for all rows that follow one another.
+    bounds = [0, *(np.flatnonzero(np.diff(indices) != 1) + 1).tolist(), len(rows)]
+    for start, stop in pairwise(bounds):
+        write_all(descriptor, data[start * size : stop * size], int(indices[start]) * size)
 
 
 def sync_path(path: Path) -> None:
@@ -156,7 +156,7 @@ class OpenFiles:
             self.close()
             raise StoreError(f"{directory} belongs to another user")
         #: Distinguishes files that are created through this object from all others.
-        self.number = secrets.randbits(63)
+        self.writer_id = secrets.randbits(63)
         self._max_open = max_open
 
     def open(self, name: str, flags: int = 0) -> int:
@@ -184,7 +184,7 @@ class OpenFiles:
             self.directory = -1
 
 
-def replaced(path: Path) -> StoreError:
+def make_replaced_error(path: Path) -> StoreError:
     """Make the error for a missing file of an open store."""
     return StoreError(f"{path} is gone: the store was replaced or removed. Open it again")
 
@@ -195,8 +195,9 @@ def copy_segments(
     """Copy segments of memory, ``target[t:t + n] = source[s:s + n]`` for each ``s, t, n``."""
     if not len(lengths):
         return
-    for memory, begins in ((source, starts), (target, target_starts)):
-        if begins.min() < 0 or (begins + lengths).max() > len(memory) or lengths.min() < 0:
+    for memory, memory_starts in ((source, starts), (target, target_starts)):
+        stops = memory_starts + lengths
+        if memory_starts.min() < 0 or stops.max() > len(memory) or lengths.min() < 0:
             raise IndexError("a segment is outside the memory that it is copied from or to")
     long = np.flatnonzero(lengths >= _LONG_BYTES)
     # Slicing memory takes half as long in Python as in numpy.
@@ -213,15 +214,14 @@ def copy_segments(
     for block, segments in _by_block(lengths, _LONG_BYTES):
         source_blocks = _windows(source, block)
         target_blocks = _windows(target, block)
-        rests = lengths[segments] - block
-        step = _PASS_BYTES // block
-        for first in range(0, len(segments), step):
-            chunk = segments[first : first + step]
-            start = starts[chunk]
-            target_start = target_starts[chunk]
-            rest = rests[first : first + step]
-            target_blocks[target_start] = source_blocks[start]
-            target_blocks[target_start + rest] = source_blocks[start + rest]
+        pass_segments = _PASS_BYTES // block
+        for first in range(0, len(segments), pass_segments):
+            here = segments[first : first + pass_segments]
+            sources = starts[here]
+            targets = target_starts[here]
+            rests = lengths[here] - block
+            target_blocks[targets] = source_blocks[sources]
+            target_blocks[targets + rests] = source_blocks[sources + rests]
 
 
 def _by_block(lengths: Integers, below: int) -> Iterator[tuple[int, Integers]]:

@@ -2,7 +2,7 @@
 
 The building process shares its journal, which has a byte for each row that is written, and a count
 of these, with readers on the same machine. They request rows with files ``requested-*`` in the
-directory ``serving`` of the generation.
+directory ``requests`` of the generation.
 """
 
 import fcntl
@@ -27,29 +27,29 @@ from typing_extensions import Self, override
 from lightning_memmap.errors import StoreError, split_in_errors
 from lightning_memmap.integers import Integers, starts_of
 from lightning_memmap.schema.schema import Schema
+from lightning_memmap.store.build_spec import BuildSpec, check_length
 from lightning_memmap.store.building import Building, read_draft
-from lightning_memmap.store.columns import RaggedColumn
+from lightning_memmap.store.columns import VariableColumn
 from lightning_memmap.store.directory import (
+    DRAFT,
     JOURNAL,
-    KEY,
-    SERVING,
+    REQUESTS,
     StoreDirectory,
-    check_free,
+    check_store_path,
     is_store,
 )
 from lightning_memmap.store.files import TEMPORARY, is_there
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.open_columns import ItemRows, Located, MappedRows, RaggedRows
+from lightning_memmap.store.open_columns import IndexedItems, Located, MappedRows, VariableItems
 from lightning_memmap.store.probes import Probes, read_probes
-from lightning_memmap.store.request import BuildRequest, check_length
 from lightning_memmap.store.samples import RandomDatasetError
 from lightning_memmap.store.sources.column import simplify_rows
 from lightning_memmap.store.sources.source import make_source
 from lightning_memmap.store.store import PendingRows, Store, open_directory
-from lightning_memmap.store.workers import RowNumbers, Workers, give_way, make_task_runner
+from lightning_memmap.store.workers import RowIndices, Workers, lower_priority, make_task_runner
 from lightning_memmap.store.writing import make_writer, run_writers
 
-_REQUESTED = "requested-"
+_REQUEST = "requested-"
 _COUNT = f"count{TEMPORARY}"
 #: Duration of the first tasks, which readers may wait for, and of later ones.
 _FIRST_TASK_S = 0.005
@@ -66,14 +66,14 @@ _PATIENCE_S = 60.0
 #: Errors of builds of this process that failed, by generation.
 _errors: dict[Path, BaseException] = {}
 #: Set whenever rows are written, one for each waiting reader of this process.
-_waiting = set[Event]()
+_wakeups = set[Event]()
 _NO_BYTES = np.empty(0, np.uint8)
 #: Schema of a draft before any row is read.
 _ANY_SCHEMA = Schema.infer([torch.zeros(1)])
 _log = logging.getLogger(__name__)
 
 
-class Serving(PendingRows):
+class SharedBuild(PendingRows):
     """The rows of a store that is being built, for one reader or for the building process.
 
     Args:
@@ -84,70 +84,69 @@ class Serving(PendingRows):
 
     def __init__(self, generation: Path, num_rows: int, mode: Literal["r", "r+"] = "r") -> None:
         self.generation = generation.resolve()
-        self.path = generation / SERVING
+        self._directory = generation / REQUESTS
         #: By row, not 0 once it is written.
-        self.present = np.memmap(generation / JOURNAL, np.uint8, "r", shape=num_rows)
+        self.is_written = np.memmap(generation / JOURNAL, np.uint8, "r", shape=num_rows)
         #: The number of rows that are written, int64 of shape (1,).
-        self.count = np.memmap(generation / _COUNT, np.int64, mode, shape=1)
-        self._request: Path | None = None
+        self.num_written = np.memmap(generation / _COUNT, np.int64, mode, shape=1)
+        self._request_file: Path | None = None
 
     @classmethod
-    def make(cls, generation: Path, num_rows: int) -> "Serving":
+    def make(cls, generation: Path, num_rows: int) -> "SharedBuild":
         """Start to share the rows of a build. Removes what an interrupted one has left."""
-        path = generation / SERVING
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(generation / REQUESTS, ignore_errors=True)
         # A new file, because a reader of the interrupted build may still map the old one.
         (generation / _COUNT).unlink(missing_ok=True)
         (generation / _COUNT).write_bytes(bytes(8))
         _errors.pop(generation.resolve(), None)
-        serving = cls(generation, num_rows, "r+")
-        serving.count[:] = np.count_nonzero(serving.present)
-        path.mkdir()  # Readers look for this directory.
-        return serving
+        shared = cls(generation, num_rows, "r+")
+        shared.num_written[:] = np.count_nonzero(shared.is_written)
+        (generation / REQUESTS).mkdir()  # Readers look for this directory.
+        return shared
 
     @property
     @override
     def is_complete(self) -> bool:
         # A build has its journal until it is committed or removed.
-        self.check()
+        self.raise_if_failed()
         return not is_there(self.generation / JOURNAL)
 
     @property
     @override
     def progress(self) -> float:
-        return int(self.count[0]) / len(self.present)
+        return int(self.num_written[0]) / len(self.is_written)
 
-    def requests(self) -> list[Path]:
+    def request_files(self) -> list[Path]:
         """List the files with the requests of all readers. A file never changes."""
-        return list(self.path.glob(f"{_REQUESTED}*"))
+        return list(self._directory.glob(f"{_REQUEST}*"))
 
     @override
-    def request(self, rows: Integers, ranks: Integers | None = None) -> None:
+    def request(self, rows: Integers, priorities: Integers | None = None) -> None:
         name = secrets.token_hex(8)
-        ranks = np.arange(len(rows)) if ranks is None else ranks
+        priorities = np.arange(len(rows)) if priorities is None else priorities
         with suppress(FileNotFoundError):  # The store has just been committed.
-            (self.path / name).write_bytes(np.stack([ranks, rows]).tobytes())
-            previous = self._request
-            self._request = self.path / f"{_REQUESTED}{name}"
-            (self.path / name).rename(self._request)
+            (self._directory / name).write_bytes(np.stack([priorities, rows]).tobytes())
+            previous = self._request_file
+            self._request_file = self._directory / f"{_REQUEST}{name}"
+            (self._directory / name).rename(self._request_file)
             if previous is not None:
                 previous.unlink(missing_ok=True)
 
     @override
     def wait(self, rows: Integers) -> None:
-        self._wait(lambda: bool(self.present.take(rows).all()))
+        self._wait(lambda: bool(self.is_written.take(rows).all()))
 
     @override
     def close(self) -> None:
-        if self._request is not None:
-            self._request.unlink(missing_ok=True)
-            self._request = None
+        if self._request_file is not None:
+            self._request_file.unlink(missing_ok=True)
+            self._request_file = None
 
     def wait_for_commit(self) -> None:
         """Block until the store is committed."""
         self._wait(lambda: self.is_complete)
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise the error of the build if it has failed in this process."""
         if (error := _errors.get(self.generation)) is not None:
             raise error
@@ -156,10 +155,10 @@ class Serving(PendingRows):
         has_written = Event()
         checked_s = monotonic()
         poll_s = _POLL_S
-        _waiting.add(has_written)
+        _wakeups.add(has_written)
         try:
             while not is_ready():
-                self.check()
+                self.raise_if_failed()
                 if monotonic() - checked_s > _ALIVE_CHECK_S:
                     checked_s = monotonic()
                     self._check_alive()
@@ -168,7 +167,7 @@ class Serving(PendingRows):
                 has_written.clear()
                 poll_s = min(2 * poll_s, _LONGEST_POLL_S)
         finally:
-            _waiting.remove(has_written)
+            _wakeups.remove(has_written)
 
     def _check_alive(self) -> None:
         """Check that a process builds the store: it holds the lock of the journal."""
@@ -190,66 +189,67 @@ class Serving(PendingRows):
 class _Build:
     """One of the stores that are built together: its rows, and the order in which to read them."""
 
-    def __init__(self, building: Building, probes: Probes, group_of: Integers | None) -> None:
+    def __init__(self, building: Building, probes: Probes, row_group_of: Integers | None) -> None:
         self.building = building
-        self.probes = probes
+        self.make_writer = make_writer(building, probes.row_bytes)
         num_rows = building.draft.num_rows
-        self.serving = Serving.make(building.path, num_rows)
-        self._is_taken = self.serving.present != 0
+        self.shared = SharedBuild.make(building.path, num_rows)
+        self._is_assigned = self.shared.is_written != 0
+        self._first_unassigned = 0
         self._row_s = probes.row_s
-        self._first_untaken = 0
         self._max_rows = max(1, _TASK_BYTES // max(1, probes.row_bytes))
-        #: By file, a reader's request: ranks and rows, int64 of shape (2, rows).
+        #: By file, a reader's request: priorities and rows, int64 of shape (2, rows).
         self._requests: dict[Path, Integers] = {}
-        #: By row, the group of rows of a file that it is read with, such as a Parquet row group.
-        self._group_of = group_of
-        #: The rows of each group.
-        self._groups = dict[int, Integers]()
-        if group_of is not None:
-            order = np.argsort(group_of, kind="stable")
-            groups = np.split(order, np.flatnonzero(np.diff(group_of[order])) + 1)
-            self._groups = {int(group_of[rows[0]]): rows for rows in groups}
+        #: By row, its row group, if files are read one row group at a time.
+        self._row_group_of = row_group_of
+        #: The rows of each row group.
+        self._row_groups = dict[int, Integers]()
+        if row_group_of is not None:
+            order = np.argsort(row_group_of, kind="stable")
+            groups = np.split(order, np.flatnonzero(np.diff(row_group_of[order])) + 1)
+            self._row_groups = {int(row_group_of[rows[0]]): rows for rows in groups}
 
-    def requests(self) -> list[tuple[int, Integers]]:
-        """List the rows that each reader requests and no task has, with the rank of the first."""
+    def requested_rows(self) -> list[tuple[int, Integers]]:
+        """List the rows that each reader requests and no task has, with the first priority."""
         previous = self._requests
         self._requests = {}
-        for path in self.serving.requests():
+        for path in self.shared.request_files():
             with suppress(FileNotFoundError):  # Its reader has just replaced it.
                 request = previous.get(path)
                 if request is None:
                     request = np.fromfile(path, np.int64).reshape(2, -1)
-                self._requests[path] = request.compress(~self._is_taken[request[1]], axis=1)
-        return [(int(ranks[0]), rows) for ranks, rows in self._requests.values() if len(rows)]
+                self._requests[path] = request.compress(~self._is_assigned[request[1]], axis=1)
+        requests = self._requests.values()
+        return [(int(priorities[0]), rows) for priorities, rows in requests if len(rows)]
 
-    def unrequested(self) -> Integers:
+    def next_rows(self) -> Integers:
         """Return the next rows that no task has, whether they are requested or not."""
-        self._first_untaken += int(self._is_taken[self._first_untaken :].argmin())
-        is_taken = self._is_taken[self._first_untaken :][: self._max_rows]
-        return self._first_untaken + np.flatnonzero(~is_taken)
+        self._first_unassigned += int(self._is_assigned[self._first_unassigned :].argmin())
+        is_assigned = self._is_assigned[self._first_unassigned :][: self._max_rows]
+        return self._first_unassigned + np.flatnonzero(~is_assigned)
 
-    def take(self, rows: Integers, task_s: float) -> RowNumbers:
+    def assign_task(self, rows: Integers, task_s: float) -> RowIndices:
         """Make a task of the first of some rows: as many as can be read in a time.
 
-        If they are read in groups, the task has all rows of a group.
+        If files are read one row group at a time, the task has all rows of a row group.
         """
         num_rows = max(1, min(self._max_rows, int(task_s / max(self._row_s, 1e-9))))
         task = _distinct(rows[:num_rows])
-        if self._group_of is not None:
-            groups = [self._groups[group] for group in _distinct(self._group_of[task]).tolist()]
+        if self._row_group_of is not None:
+            groups = [self._row_groups[g] for g in _distinct(self._row_group_of[task]).tolist()]
             stops = np.cumsum([len(group) for group in groups])
             task = np.concatenate(groups[: 1 + int(np.searchsorted(stops, num_rows))])
-            task = task[~self._is_taken[task]]
-        self._is_taken[task] = True
+            task = task[~self._is_assigned[task]]
+        self._is_assigned[task] = True
         return simplify_rows(task)
 
-    def note(self, rows: RowNumbers, duration_s: float) -> None:
+    def record_written(self, rows: RowIndices, duration_s: float) -> None:
         """Wake the readers, because rows are written, and update the time that a row takes."""
         if len(rows):
-            self.building.wrote(rows)
-            self.serving.count += len(rows)
-            for reader in [*_waiting]:
-                reader.set()
+            self.building.mark_written(rows)
+            self.shared.num_written += len(rows)
+            for wakeup in [*_wakeups]:
+                wakeup.set()
             self._row_s = (self._row_s + duration_s / len(rows)) / 2
 
 
@@ -258,9 +258,9 @@ def _distinct(integers: Integers) -> Integers:
     return integers[np.sort(np.unique(integers, return_index=True)[1])]
 
 
-#: Finds the rows that are needed first, from stores by name without rows: for each, their ranks
-#: over all stores and the rows, int64 of shape (2, rows).
-Plan: TypeAlias = Callable[[Mapping[str, Store]], Mapping[str, Integers]]
+#: Finds the rows that are needed first, from stores by name without rows: for each, their
+#: priorities over all stores and the rows, int64 of shape (2, rows).
+FindFirstRows: TypeAlias = Callable[[Mapping[str, Store]], Mapping[str, Integers]]
 
 
 class BackgroundBuild:
@@ -269,30 +269,29 @@ class BackgroundBuild:
     Once the constructor returns, rows of all of them can be read. They share worker processes.
 
     Args:
-        requests: The stores to build, by name.
+        specs: The stores to build, by name.
         num_workers: Processes that read and write.
-        plan: Finds the rows that are needed first.
+        find_first_rows: Finds the rows that are needed first.
     """
 
-    def __init__(self, requests: Mapping[str, BuildRequest], num_workers: int, plan: Plan) -> None:
+    def __init__(
+        self, specs: Mapping[str, BuildSpec], num_workers: int, find_first_rows: FindFirstRows
+    ) -> None:
         self._builds = dict[str, _Build]()
         self._locks = dict[str, ExitStack]()
         self._is_stopped = False
         with ExitStack() as stack:
             # In one order: else two trainings that name the same stores would deadlock.
-            for name, request in sorted(requests.items(), key=lambda item: item[1].directory.path):
-                check_free(request.directory.path, "`store_dir`")
+            for name, spec in sorted(specs.items(), key=lambda item: item[1].directory.path):
+                check_store_path(spec.directory.path, "`store_dir`")
                 self._locks[name] = stack.enter_context(ExitStack())
-                self._locks[name].enter_context(request.directory.locked())
+                self._locks[name].enter_context(spec.directory.locked())
             # Another process may have built them while we waited.
-            self._requests = {
-                name: request
-                for name, request in requests.items()
-                if not is_store(request.directory.path)
-            }
-            datasets = {name: request.dataset for name, request in self._requests.items()}
+            specs = {name: spec for name, spec in specs.items() if not spec.is_built}
+            datasets = {name: spec.dataset for name, spec in specs.items()}
             self._workers = stack.enter_context(Workers(datasets, num_workers))
-            self._begin(plan)
+            if specs:
+                self._begin(specs, find_first_rows)
             self._resources = stack.pop_all()
         # A daemon doesn't keep a program from ending: the next build resumes.
         self._thread = Thread(target=self._run, name="lightning_memmap build", daemon=True)
@@ -304,74 +303,69 @@ class BackgroundBuild:
 
     def stop(self) -> None:
         """Commit the stores that have all rows, and leave the others to the next run."""
-        has_all = [build.serving.progress == 1.0 for build in self._builds.values()]
-        self._is_stopped = not all(has_all)
-        self._thread.join(None if any(has_all) else _PATIENCE_S)
+        are_complete = [build.shared.has_all_rows for build in self._builds.values()]
+        self._is_stopped = not all(are_complete)
+        self._thread.join(None if any(are_complete) else _PATIENCE_S)
         # The frames of an error would keep files open. Remaining readers check the lock.
         for build in self._builds.values():
-            _errors.pop(build.serving.generation, None)
+            _errors.pop(build.shared.generation, None)
+
+    def _begin(self, specs: Mapping[str, BuildSpec], find_first_rows: FindFirstRows) -> None:
+        """Read the probe rows, and begin or resume all builds."""
+        draft_stores = {name: _make_draft_store(spec) for name, spec in specs.items()}
+        self._workers.start()
+        first_rows = find_first_rows(draft_stores)
+        for spec in specs.values():
+            _ = spec.identity  # Before a row is read.
+        for name, probes in self._read_probes(specs, draft_stores).items():
+            draft = specs[name].draft(draft_stores[name].num_rows, probes)
+            directory = specs[name].directory.path
+            building = Building.begin(directory, draft, resume=True, row_bytes=probes.typical_bytes)
+            self._locks[name].enter_context(building)
+            row_group_of = make_source(specs[name].dataset, draft.schema).row_groups()
+            self._builds[name] = _Build(building, probes, row_group_of)
+            if name in first_rows:
+                priorities, rows = first_rows[name]
+                self._builds[name].shared.request(rows, priorities)
+
+    def _read_probes(
+        self, specs: Mapping[str, BuildSpec], stores: Mapping[str, Store]
+    ) -> dict[str, Probes]:
+        probes = dict[str, Probes]()
+
+        def receive(task: tuple[str, int], read: Probes) -> None:
+            probes[task[0]] = read
+
+        makers = {
+            name: make_task_runner(read_probes, spec.declared) for name, spec in specs.items()
+        }
+        tasks = [(name, store.num_rows) for name, store in stores.items()]
+        self._workers.run(partial(_PerDatasetTasks, makers), tasks, receive)
+        return probes
 
     def _run(self) -> None:
-        """Read all rows, and pass an error to the readers."""
-        give_way()
+        """Write all rows, and pass an error to the readers."""
+        lower_priority()
         try:
             with self._resources:
-                self._read()
+                self._write_and_commit()
         except BaseException as error:  # A reader that waits must get any error.
             for build in self._builds.values():
                 if not build.building.is_committed:
-                    _errors[build.serving.generation] = error
+                    _errors[build.shared.generation] = error
 
-    def _begin(self, plan: Plan) -> None:
-        """Read the probe rows, and begin or resume all builds."""
-        requests = self._requests
-        planned = dict[str, Store]()
-        for name, request in requests.items():
-            shards = request.shards(check_length(request.dataset))
-            # Enough of a store to compute an order of its rows.
-            draft = Manifest.draft(shards.num_rows, shards.num_shards, _ANY_SCHEMA)
-            planned[name] = Store(request.directory.path, draft, ())
-        probers = {
-            name: make_task_runner(read_probes, request.declared)
-            for name, request in requests.items()
-        }
-        if not requests:
-            return
-        self._workers.start()
-        first = plan(planned)
-        identities = {name: request.identity for name, request in requests.items()}
-        probes = dict[str, Probes]()
-        tasks = [(name, store.num_rows) for name, store in planned.items()]
-        self._workers.run(
-            partial(_ByName, probers), tasks, lambda task, read: probes.update({task[0]: read})
-        )
-        for name, request in requests.items():
-            draft = request.draft(request.dataset, probes[name], identities[name])
-            path = request.directory.path
-            row_bytes = probes[name].typical_bytes
-            building = Building.begin(path, draft, resume=True, row_bytes=row_bytes)
-            self._locks[name].enter_context(building)
-            group_of = make_source(request.dataset, draft.schema).row_groups()
-            build = self._builds[name] = _Build(building, probes[name], group_of)
-            if name in first:
-                ranks, rows = first[name]
-                build.serving.request(rows, ranks)
-
-    def _read(self) -> None:
+    def _write_and_commit(self) -> None:
         """Read and write all rows that are missing, and commit each store."""
-        writers = {
-            name: make_writer(build.building, build.probes.row_bytes)
-            for name, build in self._builds.items()
-        }
+        makers = {name: build.make_writer for name, build in self._builds.items()}
 
-        def note(task: tuple[str, RowNumbers], duration_s: float) -> None:
+        def receive(task: tuple[str, RowIndices], duration_s: float) -> None:
             name, rows = task
-            self._builds[name].note(rows, duration_s)
+            self._builds[name].record_written(rows, duration_s)
 
         try:
             buildings = [build.building for build in self._builds.values()]
-            make = partial(_ByName, writers)
-            run_writers(buildings, self._workers, make, self._tasks(), note)
+            make = partial(_PerDatasetTasks, makers)
+            run_writers(buildings, self._workers, make, self._tasks(), receive)
             self._commit()
             if not all(building.is_committed for building in buildings):
                 raise StoreError(f"the build of {', '.join(self._builds)} was stopped")
@@ -384,39 +378,44 @@ class BackgroundBuild:
                     _log.warning(text, build.building, str(error))
             raise
 
-    def _tasks(self) -> Iterator[tuple[str, RowNumbers]]:
-        """Yield the rows to read next: requested ones by rank, and then all others in order."""
-        begin_s = monotonic()
+    def _tasks(self) -> Iterator[tuple[str, RowIndices]]:
+        """Yield the rows to read next: requested ones by priority, then all others in order."""
+        start_s = monotonic()
         while not self._is_stopped:
             requests = [
-                (rank, rows, name)
+                (priority, rows, name)
                 for name, build in self._builds.items()
-                for rank, rows in build.requests()
+                for priority, rows in build.requested_rows()
             ]
             # Short at first, so that a new reader doesn't wait for a long task.
-            task_s = min(_TASK_S, max(_FIRST_TASK_S, (monotonic() - begin_s) / 10))
+            task_s = min(_TASK_S, max(_FIRST_TASK_S, (monotonic() - start_s) / 10))
             if not requests:
                 self._commit()
-                unrequested = (
-                    (0, build.unrequested(), name) for name, build in self._builds.items()
-                )
-                requests = next(([task] for task in unrequested if len(task[1])), [])
+                others = ((0, build.next_rows(), name) for name, build in self._builds.items())
+                requests = next(([task] for task in others if len(task[1])), [])
             if not requests:
                 return
             _, rows, name = min(requests, key=itemgetter(0))
-            yield name, self._builds[name].take(rows, task_s)
+            yield name, self._builds[name].assign_task(rows, task_s)
 
     def _commit(self) -> None:
         """Commit every build that has all its rows. Called only while no reader is waiting."""
         for name, build in self._builds.items():
-            if build.serving.progress == 1.0 and not build.building.is_committed:
+            if build.shared.has_all_rows and not build.building.is_committed:
                 # One thread, because training runs at the same time.
                 build.building.finish(num_threads=1)
                 self._locks[name].close()
 
 
-class _ByName:
-    """Calls a function that is made once for each of several datasets, in a worker process."""
+def _make_draft_store(spec: BuildSpec) -> Store:
+    """Make a store without rows, which is enough to compute an order of its rows."""
+    shards = spec.shards(check_length(spec.dataset))
+    draft = Manifest.draft(shards.num_rows, shards.num_shards, _ANY_SCHEMA)
+    return Store(spec.directory.path, draft, ())
+
+
+class _PerDatasetTasks:
+    """Runs tasks of several datasets in a worker process, each with a function of its dataset."""
 
     def __init__(self, makers: Mapping[str, Any], datasets: Mapping[str, Any]) -> None:
         self._makers = makers
@@ -437,30 +436,30 @@ class GrowingStore(Store):
     Args:
         path: The directory.
         manifest: Its draft.
-        serving: The rows that are written.
+        shared_build: The rows that are written.
     """
 
     _is_readable = False
 
-    def __init__(self, path: Path, manifest: Manifest, serving: Serving) -> None:
+    def __init__(self, path: Path, manifest: Manifest, shared_build: SharedBuild) -> None:
         super().__init__(path, manifest, [])
-        self.serving = serving
+        self.shared_build = shared_build
         for column in manifest.columns:
             self.mapped_columns.append(
                 _GrowingItems.of(column, self)
-                if isinstance(column, RaggedColumn)
+                if isinstance(column, VariableColumn)
                 else column.open(self.files)
             )
         #: For loaders. Those who read single rows at the same time replace other requests.
-        self.pending = Serving(serving.generation, self.num_rows)
+        self.pending = SharedBuild(shared_build.generation, self.num_rows)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return open_again, (self.path, self.manifest.generation)
 
     @override
     def _make_readable(self, rows: Integers, field: str | None = None) -> None:
-        self.serving.request(rows)
-        self.serving.wait(rows)
+        self.shared_build.request(rows)
+        self.shared_build.wait(rows)
 
     @override
     def completed(self) -> Store:
@@ -468,11 +467,11 @@ class GrowingStore(Store):
 
     @cached_property
     def _completed(self) -> Store:
-        if self.serving.progress < 1.0:
+        if not self.shared_build.has_all_rows:
             _log.warning(
                 "the store at %s is built first, because all rows of a field are needed", self.path
             )
-        self.serving.wait_for_commit()
+        self.shared_build.wait_for_commit()
         store = open_directory(self.path, self.manifest.generation)
         for index, column in enumerate(self.mapped_columns):
             if isinstance(column, MappedRows):  # Its pages are in this process already.
@@ -482,12 +481,12 @@ class GrowingStore(Store):
 
 def open_growing(path: Path) -> GrowingStore | None:
     """Open a store that is being built. Return None if there is none, or a committed store."""
-    for generation in [] if is_store(path) else StoreDirectory(path).unfinished(KEY):
-        if not (generation / SERVING).is_dir():
+    for generation in [] if is_store(path) else StoreDirectory(path).unfinished(DRAFT):
+        if not (generation / REQUESTS).is_dir():
             continue  # A build that shares no rows.
         try:
-            draft = read_draft(generation, KEY)
-            return GrowingStore(path, draft, Serving(generation, draft.num_rows))
+            draft = read_draft(generation, DRAFT)
+            return GrowingStore(path, draft, SharedBuild(generation, draft.num_rows))
         except FileNotFoundError:  # It has just been committed.
             continue
         except StoreError as error:
@@ -505,32 +504,33 @@ def open_again(path: Path, generation: str) -> Store:
 
 
 @dataclass(frozen=True)
-class _GrowingItems(RaggedRows):
+class _GrowingItems(VariableItems):
     """A field whose rows differ in length, while its rows are written to one file per writer."""
 
-    column: RaggedColumn
+    column: VariableColumn
     store: GrowingStore
     #: By file row: the writer, the first byte in its file, and the sizes of the row.
-    entries: Integers
+    locations: Integers
 
     @classmethod
-    def of(cls, column: RaggedColumn, store: GrowingStore) -> Self:
+    def of(cls, column: VariableColumn, store: GrowingStore) -> Self:
         """Open the column of a store that is being built."""
         shape = column.shards.num_rows, 2 + column.field.num_variable
-        entries = np.memmap(store.files / column.entries_name, np.int64, "r", shape=shape)
-        return cls(column.field, column.shards.file_rows, column, store, entries)
+        locations = np.memmap(store.files / column.locations_name, np.int64, "r", shape=shape)
+        return cls(column.field, column.shards.file_rows, column, store, locations)
 
     @override
-    def among(self, file_rows: Integers) -> tuple[Tensor, Located]:
-        entries = self.entries[file_rows]
+    def items_and_ranges(self, file_rows: Integers) -> tuple[Tensor, Located]:
+        locations = self.locations[file_rows]
         try:
-            data = np.concatenate([*self.column.joined(self.store.files, entries), _NO_BYTES])
+            gathered = self.column.gather_rows(self.store.files, locations)
+            data = np.concatenate([*gathered, _NO_BYTES])
         except FileNotFoundError:  # The build was committed, and these files were removed.
             column = self.store.completed().column(self.field.name)
-            assert isinstance(column, ItemRows)
-            return column.among(file_rows)
+            assert isinstance(column, IndexedItems)
+            return column.items_and_ranges(file_rows)
         # The stride of an empty numpy array may be 0.
         items = torch.from_numpy(data).as_strided((len(data),), (1,)).view(self.field.dtype)
-        sizes = np.ascontiguousarray(entries[:, 2:])
+        sizes = np.ascontiguousarray(locations[:, 2:])
         located = Located(starts_of(sizes.prod(axis=1)), sizes)
         return items.view(-1, *self.field.item_shape), located

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from lightning_memmap.integers import ceil_div
 from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.sources.image_folder import ImageFolder
-from lightning_memmap.store.sources.stream import is_stream
+from lightning_memmap.store.sources.stream import is_iterable_only
 
 #: The most characters of the name of a part, and of the part.
 MAX_TEXT_LENGTH = 1024
@@ -61,25 +61,26 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # arrays beyond 64 MiB, and nothing of open files, compiled objects, and files in a directory.
 
     parts: dict[_Text, _Text]
-    given: _Text | None = None
+    #: The user's own fingerprint.
+    by_user: _Text | None = msgspec.field(default=None, name="given")
 
     @classmethod
-    def of(cls, dataset: Any, given: str | None = None) -> "Fingerprint":
-        """Compute the identity of a map-style dataset or a stream."""
+    def of(cls, dataset: Any, by_user: str | None = None) -> "Fingerprint":
+        """Compute the identity of a dataset."""
         reader = _Reader()
-        if not is_stream(dataset):
+        if not is_iterable_only(dataset):
             reader.parts["the length"] = str(len(dataset))
         reader.read(dataset)
-        return cls(reader.parts, given)
+        return cls(reader.parts, by_user)
 
     def difference(self, other: "Fingerprint") -> str | None:
         """Name up to three parts that differ from a later identity; None if there are none."""
-        if other.given is not None:
-            if self.given == other.given:
+        if other.by_user is not None:
+            if self.by_user == other.by_user:
                 return None
-            if self.given is None:
-                return f"it was stored without a fingerprint, and now has {other.given!r}"
-            return f"its fingerprint was {self.given!r} and is {other.given!r}"
+            if self.by_user is None:
+                return f"it was stored without a fingerprint, and now has {other.by_user!r}"
+            return f"its fingerprint was {self.by_user!r} and is {other.by_user!r}"
         changed = [
             name
             for name in dict.fromkeys((*self.parts, *other.parts))
@@ -95,15 +96,15 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{', '.join(changed[:3])}{more} changed"
 
 
-def check_fingerprint(given: str | None, name: str = "fingerprint") -> None:
+def check_fingerprint(value: str | None, name: str = "fingerprint") -> None:
     """Check the fingerprint argument of a user."""
-    if given is None:
+    if value is None:
         return
-    if not isinstance(given, str):
-        raise TypeError(f"{name}={given!r}: must be a string that changes whenever the rows do")
-    if not 0 < len(given) <= MAX_TEXT_LENGTH:
+    if not isinstance(value, str):
+        raise TypeError(f"{name}={value!r}: must be a string that changes whenever the rows do")
+    if not 0 < len(value) <= MAX_TEXT_LENGTH:
         raise ValueError(
-            f"{name} has {len(given)} characters: must have 1 to {MAX_TEXT_LENGTH}, such as a"
+            f"{name} has {len(value)} characters: must have 1 to {MAX_TEXT_LENGTH}, such as a"
             " version or a hash"
         )
 
@@ -172,18 +173,18 @@ class _Reader:
             return None  # Whether a file is already open must not matter.
         if isinstance(value, partial):
             return _pairs([value.func, value.args, value.keywords])
-        kind = value if hasattr(value, "__qualname__") else type(value)
-        is_plain = isinstance(value, type) or (_is_known(kind) and not isinstance(value, Dataset))
-        if is_plain or id(value) in self._objects:
-            return kind.__qualname__
+        value_type = value if hasattr(value, "__qualname__") else type(value)
+        is_plain = _is_known(value_type) and not isinstance(value, Dataset)
+        if isinstance(value, type) or is_plain or id(value) in self._objects:
+            return value_type.__qualname__
         self._objects[id(value)] = value
         if isinstance(value, types.FunctionType):
             held = [cell.cell_contents for cell in value.__closure__ or ()]
             code = value.__code__
             return _pairs(
-                [kind.__qualname__, code.co_code, code.co_consts, value.__defaults__, held]
+                [value_type.__qualname__, code.co_code, code.co_consts, value.__defaults__, held]
             )
-        return _pairs([kind.__qualname__, _parts_of(value)])
+        return _pairs([value_type.__qualname__, _parts_of(value)])
 
     def _hash(self, data: NDArray[np.uint8]) -> str:
         if len(data) <= self._bytes_left:
@@ -198,10 +199,10 @@ class _Reader:
 
 def _parts_of(value: Any) -> dict[str, Any]:
     """Describe an object: its class, its attributes, and the state of the files that they name."""
-    kind = type(value)
+    value_type = type(value)
     # Without its module, whose name depends on whether the file is run or imported.
-    parts: dict[str, Any] = {"the class": kind.__qualname__}
-    for base in kind.__mro__:
+    parts: dict[str, Any] = {"the class": value_type.__qualname__}
+    for base in value_type.__mro__:
         if (source := _source(base)) is not None:
             parts[f"the source of class {base.__qualname__}"] = source
     if isinstance(value, (list, tuple, dict, deque, array, Tensor, np.ndarray)):
@@ -211,7 +212,7 @@ def _parts_of(value: Any) -> dict[str, Any]:
     if isinstance(value, ImageFolder):
         parts["the files"] = value.file_states()
     names = dict.fromkeys(getattr(value, "__dict__", ()))
-    for base in kind.__mro__:
+    for base in value_type.__mro__:
         slots = base.__dict__.get("__slots__", ())
         names.update(dict.fromkeys((slots,) if isinstance(slots, str) else slots))
     for name in names:
@@ -240,21 +241,21 @@ def _digest(data: Any) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def _is_known(kind: Any) -> bool:
-    return _package(kind) in _KNOWN_MODULES
+def _is_known(value_type: Any) -> bool:
+    return _package(value_type) in _KNOWN_MODULES
 
 
-def _package(kind: Any) -> str:
-    return (getattr(kind, "__module__", None) or "").partition(".")[0]
+def _package(value_type: Any) -> str:
+    return (getattr(value_type, "__module__", None) or "").partition(".")[0]
 
 
 @lru_cache(maxsize=1024)
-def _source(kind: type) -> str | None:
+def _source(value_type: type) -> str | None:
     """Return the source text of a class. It is cached, because finding it parses the file."""
-    if _is_known(kind) or _package(kind) in _RELEASED:
+    if _is_known(value_type) or _package(value_type) in _RELEASED:
         return None
     try:
-        return inspect.getsource(kind)
+        return inspect.getsource(value_type)
     except (OSError, TypeError, SyntaxError):  # Defined at a prompt, or in a compiled module.
         return None
 

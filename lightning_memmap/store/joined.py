@@ -5,7 +5,7 @@ Copied store by store, rows of 256 B to 4 KiB take 1.5 to 1.8 times as long. Eac
 page, which leaves gaps. Stores of 3 and 2 rows of 1 KiB, with pages of 4 rows::
 
     file row       0 1 2   | 3 4
-    memory row     0 1 2 . | 4 5      `Store.in_memory`
+    memory row     0 1 2 . | 4 5      `Store.memory_rows`
     store          0 0 0   | 1 1
 """
 
@@ -30,14 +30,14 @@ from lightning_memmap.integers import Integers, Runs, starts_of
 from lightning_memmap.sampling.rows import JoinedRows, StoreRows
 from lightning_memmap.schema.fields import Field, join_values
 from lightning_memmap.store.columns import Column
-from lightning_memmap.store.files import open_plain, replaced
+from lightning_memmap.store.files import make_replaced_error, open_plain
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import (
-    ItemRows,
+    IndexedItems,
     Located,
     MappedRows,
     OpenColumn,
-    RaggedRows,
+    VariableItems,
 )
 from lightning_memmap.store.store import PendingRows, Store
 
@@ -115,7 +115,7 @@ class JoinedStore(Store):
 
     @override
     def _make_readable(self, rows: Integers, field: str | None = None) -> None:
-        for part, _, part_rows in self.each(rows):
+        for part, _, part_rows in self.split_by_store(rows):
             part._make_readable(part_rows, field)
 
     @cached_property
@@ -133,8 +133,8 @@ class JoinedStore(Store):
         return True
 
     @override
-    def in_memory(self, locations: Integers) -> Integers:
-        return self._to_memory.at(locations)
+    def memory_rows(self, file_rows: Integers) -> Integers:
+        return self._to_memory.at(file_rows)
 
     @override
     def row_files(self, column: Column) -> list[tuple[Path, int, int]]:
@@ -163,11 +163,11 @@ class JoinedStore(Store):
     def _join(self, index: int, columns: Sequence[OpenColumn]) -> OpenColumn:
         """Join the columns of one field, by its index in the schema."""
         field = self.parts[0].schema.fields[index]
-        ragged = [column for column in columns if isinstance(column, ItemRows)]
-        if field.num_variable and self.pending is not None:
-            pending = [column for column in columns if isinstance(column, RaggedRows)]
-            return _JoinedItems(field, self._find_memory_rows, pending, self._memory_starts)
-        sizes = [len(column.items) for column in ragged] or [part.num_rows for part in self.parts]
+        variable = [column for column in columns if isinstance(column, VariableItems)]
+        if variable and self.pending is not None:
+            return _JoinedItems(field, self._find_memory_rows, variable, self._memory_starts)
+        indexed = [column for column in variable if isinstance(column, IndexedItems)]
+        sizes = [len(column.items) for column in indexed] or [part.num_rows for part in self.parts]
         item_starts = self._align(sizes)
         files = self._files[field.name] = [
             (path, start * field.item_bytes, num_bytes)
@@ -175,24 +175,24 @@ class JoinedStore(Store):
             for path, _, num_bytes in part.row_files(part.manifest.columns[index])
         ]
         items = _map(field, files, int(item_starts[-1]) + sizes[-1])
-        if not ragged:
+        if not indexed:
             return MappedRows(self._find_memory_rows, items)
         num_rows = int(self._memory_starts[-1]) + self.parts[-1].num_rows
-        joined_index = np.zeros((num_rows, ragged[0].index.shape[1]), np.int64)
-        starts = zip(ragged, self._memory_starts.tolist(), item_starts.tolist(), strict=True)
+        joined_index = np.zeros((num_rows, indexed[0].index.shape[1]), np.int64)
+        starts = zip(indexed, self._memory_starts.tolist(), item_starts.tolist(), strict=True)
         for column, row, item in starts:
             # The first row starts where the last memory row of the gap ends.
             joined_index[max(0, row - 1), 0] = item
             joined_index[row : row + len(column.index)] = column.index
             joined_index[row : row + len(column.index), 0] += item
-        return ItemRows(field, self._find_memory_rows, items, joined_index)
+        return IndexedItems(field, self._find_memory_rows, items, joined_index)
 
     @override
-    def each(self, rows: Integers) -> Iterator[tuple[Store, Integers, Integers]]:
+    def split_by_store(self, rows: Integers) -> Iterator[tuple[Store, Integers, Integers]]:
         store_of = self._rows.set_index_of(rows)
-        for number, part in enumerate(self.parts):
-            here = np.flatnonzero(store_of == number)
-            yield part, here, rows[here] - self._rows.starts[number]
+        for index, part in enumerate(self.parts):
+            here = np.flatnonzero(store_of == index)
+            yield part, here, rows[here] - self._rows.starts[index]
 
 
 class JoinedManifest(Manifest, frozen=True, kw_only=True):
@@ -223,19 +223,19 @@ class JoinedManifest(Manifest, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class _JoinedItems(RaggedRows):
+class _JoinedItems(VariableItems):
     """A field of several stores whose rows differ in length, while some are still written."""
 
-    columns: Sequence[RaggedRows]
+    columns: Sequence[VariableItems]
     #: The first memory row of each store, int64 of shape (stores,).
     starts: Integers
 
     @override
-    def among(self, memory_rows: Integers) -> tuple[Tensor, Located]:
+    def items_and_ranges(self, memory_rows: Integers) -> tuple[Tensor, Located]:
         store_of = np.searchsorted(self.starts, memory_rows, side="right") - 1
         values = [
-            [column.read(memory_rows[store_of == number] - start)]
-            for number, (column, start) in enumerate(zip(self.columns, self.starts, strict=True))
+            [column.read(memory_rows[store_of == index] - start)]
+            for index, (column, start) in enumerate(zip(self.columns, self.starts, strict=True))
         ]
         ((items, sizes),) = join_values(values)
         assert sizes is not None
@@ -251,9 +251,9 @@ class _JoinedPendingRows(PendingRows):
 
     def _by_store(self, rows: Integers) -> Iterator[tuple[PendingRows, Integers, Integers]]:
         """Yield the pending rows of each store, the indices of its rows in `rows`, and its rows."""
-        for part, ranks, part_rows in self._store.each(rows):
+        for part, here, part_rows in self._store.split_by_store(rows):
             if part.pending is not None:
-                yield part.pending, ranks, part_rows
+                yield part.pending, here, part_rows
 
     @property
     @override
@@ -268,9 +268,9 @@ class _JoinedPendingRows(PendingRows):
         return all(part.is_complete for part in self._store.parts)
 
     @override
-    def request(self, rows: Integers, ranks: Integers | None = None) -> None:
-        for pending, part_ranks, part_rows in self._by_store(rows):
-            pending.request(part_rows, part_ranks if ranks is None else ranks[part_ranks])
+    def request(self, rows: Integers, priorities: Integers | None = None) -> None:
+        for pending, here, part_rows in self._by_store(rows):
+            pending.request(part_rows, here if priorities is None else priorities[here])
 
     @override
     def wait(self, rows: Integers) -> None:
@@ -312,7 +312,7 @@ def _map(field: Field, files: Sequence[tuple[Path, int, int]], num_rows: int) ->
             file = open_plain(path)
             try:
                 if os.fstat(file).st_size < size:
-                    raise replaced(path)
+                    raise make_replaced_error(path)
                 address = reserved.ctypes.data + first
                 fixed = mmap.MAP_PRIVATE | _MAP_FIXED
                 if library.mmap(address, size, protection, fixed, file, 0) == _MAP_FAILED:
@@ -321,7 +321,7 @@ def _map(field: Field, files: Sequence[tuple[Path, int, int]], num_rows: int) ->
             finally:
                 os.close(file)
     except FileNotFoundError as error:
-        raise replaced(path) from error
+        raise make_replaced_error(path) from error
     except OSError as error:
         raise StoreError(
             f"{', '.join(str(path) for path, _, _ in files)} cannot be mapped: {error}. Check that"

@@ -19,7 +19,7 @@ from lightning_memmap.store.files import (
     write_all,
     write_rows,
 )
-from lightning_memmap.store.workers import RowNumbers
+from lightning_memmap.store.workers import RowIndices
 
 #: Marks that are read at once.
 _MARKED_ROWS = 2**24
@@ -56,13 +56,13 @@ class Journal:
                 raise StoreError(f"{self.name} has {num_bytes} bytes, expected {len(rows)}")
             os.truncate(self._file, len(rows))
             # Rows of a killed process may not be on the disk.
-            for rows_written in self._where(WRITTEN) if num_bytes else ():
+            for rows_written in self._ranges(WRITTEN) if num_bytes else ():
                 self.mark(rows_written, 0)
         except BaseException:
             self.close()
             raise
 
-    def mark(self, rows: RowNumbers, mark: int) -> None:
+    def mark(self, rows: RowIndices, mark: int) -> None:
         """Mark rows as `WRITTEN` or `KEPT`."""
         marks = np.full((len(rows), 1), mark, np.uint8)
         if isinstance(rows, range):
@@ -76,15 +76,17 @@ class Journal:
 
     def missing(self) -> Iterator[range]:
         """Yield the ranges of rows that are still to be written."""
-        return self._where(0)
+        return self._ranges(0)
 
-    def _where(self, mark: int) -> Iterator[range]:
+    def _ranges(self, mark: int) -> Iterator[range]:
         """Yield the ranges of rows with this mark."""
-        for first in range(0, len(self.rows), _MARKED_ROWS):
-            rows = self.rows[first : first + _MARKED_ROWS]
-            is_other = read_marks(self._generation, self.name, first, len(rows)) != mark
-            edges = np.flatnonzero(np.diff(is_other, prepend=True, append=True)).tolist()
-            yield from (rows[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True))
+        for start in range(0, len(self.rows), _MARKED_ROWS):
+            rows = self.rows[start : start + _MARKED_ROWS]
+            is_other = read_marks(self._generation, self.name, start, len(rows)) != mark
+            # Where ranges of this mark start and stop, in turn.
+            bounds = np.flatnonzero(np.diff(is_other, prepend=True, append=True)).tolist()
+            pairs = zip(bounds[::2], bounds[1::2], strict=True)
+            yield from (rows[start:stop] for start, stop in pairs)
 
     @property
     def num_done(self) -> int:
@@ -103,10 +105,10 @@ def journal_name(part: int | None) -> str:
     return JOURNAL if part is None else f"{JOURNAL}-{part}{TEMPORARY}"
 
 
-def read_marks(generation: Path, name: str, first: int, count: int) -> NDArray[np.uint8]:
+def read_marks(generation: Path, name: str, start: int, num_rows: int) -> NDArray[np.uint8]:
     """Read marks. The file is opened again, because a network file system may cache it."""
     with closing(OpenFiles(generation, is_own=True)) as files:
-        return read_exactly(files.open(name), first, count)
+        return read_exactly(files.open(name), start, num_rows)
 
 
 def _lock(descriptor: int, patience_s: float) -> bool:

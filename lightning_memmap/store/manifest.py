@@ -22,15 +22,15 @@ from lightning_memmap.integers import ceil_div
 from lightning_memmap.sampling.rows import Shards, default_shards
 from lightning_memmap.schema.fields import dtype_name
 from lightning_memmap.schema.schema import Schema
-from lightning_memmap.schema.spec import check_schema, read_dtype
 from lightning_memmap.schema.structure import Node
+from lightning_memmap.schema.validation import check_schema, read_dtype
 from lightning_memmap.store.checksums import (
     CHECKSUM_BYTES,
     ColumnChunks,
     choose_chunk_bytes,
     num_chunks,
 )
-from lightning_memmap.store.columns import FixedColumn, RaggedColumn, ShardItems, shard_items
+from lightning_memmap.store.columns import FixedColumn, ShardItems, VariableColumn, shard_items
 from lightning_memmap.store.files import TEMPORARY, make_unreadable_error, read_plain
 from lightning_memmap.store.identity import Fingerprint
 
@@ -90,10 +90,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return Shards(self.num_rows, self.num_shards)
 
     @cached_property
-    def columns(self) -> tuple[FixedColumn | RaggedColumn, ...]:
+    def columns(self) -> tuple[FixedColumn | VariableColumn, ...]:
         """The column of each field, in the order of the fields."""
         return tuple(
-            RaggedColumn(field, self.shards, tuple(self.items.get(field.name, ())))
+            VariableColumn(field, self.shards, tuple(self.items.get(field.name, ())))
             if field.num_variable
             else FixedColumn(field, self.shards)
             for field in self.schema.fields

@@ -50,7 +50,7 @@ FileRows: TypeAlias = Callable[[Any], Any]
 
 def map_rows(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Map a file as a tensor, by the descriptor whose size was checked."""
-    count = math.prod(shape)
+    num_values = math.prod(shape)
     try:
         file = open_plain(path)
     except FileNotFoundError:
@@ -59,13 +59,13 @@ def map_rows(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         raise make_unreadable_error(path, error) from error
     try:
         num_bytes = os.fstat(file).st_size
-        if num_bytes != count * dtype.itemsize:
+        if num_bytes != (expected := num_values * dtype.itemsize):
             raise StoreError(
-                f"{path} has {num_bytes} bytes, expected {count * dtype.itemsize}: build the store"
-                " again"
+                f"{path} has {num_bytes} bytes, expected {expected}: build the store again"
             )
         # shared=False maps the file copy-on-write.
-        mapped = torch.from_file(f"/proc/self/fd/{file}", shared=False, size=count, dtype=dtype)
+        name = f"/proc/self/fd/{file}"
+        mapped = torch.from_file(name, shared=False, size=num_values, dtype=dtype)
     except (OSError, RuntimeError) as error:
         raise StoreError(
             f"{path} cannot be mapped: {error}. Check that you may read it, that its disk works,"
@@ -95,25 +95,25 @@ class MappedRows:
 
 def compute_index(sizes: Integers) -> Integers:
     """Compute the index of rows whose items are stored without gaps, from the sizes of the rows."""
-    ends = np.cumsum(sizes.prod(axis=1))
-    index: Integers = ends[:, None] if sizes.shape[1] == 1 else np.c_[ends, sizes]
+    stops = np.cumsum(sizes.prod(axis=1))
+    index: Integers = stops[:, None] if sizes.shape[1] == 1 else np.c_[stops, sizes]
     return index
 
 
 @dataclass(frozen=True)
-class RaggedRows(ABC):
+class VariableItems(ABC):
     """A field whose rows differ in length."""
 
     field: Field
     file_rows: FileRows
 
     @abstractmethod
-    def among(self, file_rows: Integers) -> tuple[Tensor, Located]:
+    def items_and_ranges(self, file_rows: Integers) -> tuple[Tensor, Located]:
         """Return a tensor that contains the items of some rows, and the range of each row in it."""
 
     def row(self, row: int) -> Tensor:
         """Copy one row, by its index in dataset order."""
-        items, ((start,), sizes) = self.among(self.file_rows(np.array([row])))
+        items, ((start,), sizes) = self.items_and_ranges(self.file_rows(np.array([row])))
         shape = sizes[0].tolist()
         stop = start + math.prod(shape)
         return items[start:stop].clone().view(*shape, *self.field.item_shape)
@@ -124,7 +124,7 @@ class RaggedRows(ABC):
 
     def read(self, file_rows: Integers) -> Values:
         """Copy rows, by their indices in the files."""
-        items, (starts, sizes) = self.among(file_rows)
+        items, (starts, sizes) = self.items_and_ranges(file_rows)
         lengths = sizes.prod(axis=1)
         item_bytes = self.field.item_bytes
         shape = int(lengths.sum()), *items.shape[1:]
@@ -140,10 +140,10 @@ class RaggedRows(ABC):
 
 
 @dataclass(frozen=True)
-class ItemRows(RaggedRows):
+class IndexedItems(VariableItems):
     """A field whose rows differ in length, with all items in one tensor and an index of the rows.
 
-    Rows of 2, 0 and 3 items: the index is 2, 2, 5, the end of each row's items. If several
+    Rows of 2, 0 and 3 items: the index is 2, 2, 5, where the items of each row stop. If several
     dimensions are variable, each entry also holds the sizes of its row.
     """
 
@@ -151,24 +151,23 @@ class ItemRows(RaggedRows):
     #: int64 of shape (num_rows, 1 or 1 + variable dimensions), in file order.
     index: Integers
 
-    def at(self, file_rows: Integers) -> Located:
+    def locate(self, file_rows: Integers) -> Located:
         """Look up rows in the index, and check their entries."""
         # As an unsigned integer, a negative index is larger than any other.
         if len(file_rows) and int(file_rows.view(np.uint64).max()) >= len(self.index):
             raise IndexError(f"file rows {file_rows.min()} to {file_rows.max()}: outside the rows")
-        ends = self.index[:, 0].take(file_rows)
+        stops = self.index[:, 0].take(file_rows)
         starts = self.index[:, 0].take(file_rows - 1, mode="wrap")
         starts[file_rows == 0] = 0
         # Compared, not subtracted, because a difference may overflow.
-        least = starts.min(initial=0)
-        most = ends.max(initial=0)
-        is_valid = least >= 0 and most <= len(self.items) and bool((starts <= ends).all())
-        lengths = ends - starts
+        is_inside = starts.min(initial=0) >= 0 and stops.max(initial=0) <= len(self.items)
+        is_valid = is_inside and bool((starts <= stops).all())
+        lengths = stops - starts
         sizes = lengths[:, None]
         if is_valid and self.field.num_variable > 1:
             sizes = self.index[:, 1:].take(file_rows, axis=0)
-            most = np.where(lengths, _MAX_SIZE, MAX_EMPTY_SIZE)[:, None]
-            is_small = ((sizes >= 0) & (sizes <= most)).all()
+            max_sizes = np.where(lengths, _MAX_SIZE, MAX_EMPTY_SIZE)[:, None]
+            is_small = ((sizes >= 0) & (sizes <= max_sizes)).all()
             # As floats too, which do not overflow.
             products = sizes.astype(np.float64).prod(axis=1)
             is_valid = bool(is_small and (products == lengths).all())
@@ -180,16 +179,16 @@ class ItemRows(RaggedRows):
         return Located(starts, sizes)
 
     @override
-    def among(self, file_rows: Integers) -> tuple[Tensor, Located]:
-        return self.items, self.at(file_rows)
+    def items_and_ranges(self, file_rows: Integers) -> tuple[Tensor, Located]:
+        return self.items, self.locate(file_rows)
 
     def lengths(self, num_rows: int) -> Integers:
         """Count the items of each row, int64 of shape (num_rows,), in dataset order."""
         lengths = np.empty(num_rows, np.int64)
         for start in range(0, len(lengths), LOCATED_ROWS):
             rows = np.arange(start, min(start + LOCATED_ROWS, len(lengths)), dtype=np.int64)
-            lengths[rows] = self.at(self.file_rows(rows)).sizes.prod(axis=1)
+            lengths[rows] = self.locate(self.file_rows(rows)).sizes.prod(axis=1)
         return lengths
 
 
-OpenColumn: TypeAlias = MappedRows | RaggedRows
+OpenColumn: TypeAlias = MappedRows | VariableItems

@@ -16,10 +16,10 @@ from torch.utils.data import ConcatDataset, Subset
 
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema.forms import Declared
-from lightning_memmap.schema.held import copy_sample
 from lightning_memmap.schema.infer import Inference, widen_fields
-from lightning_memmap.schema.kinds import is_missing
+from lightning_memmap.schema.kinds import is_null
 from lightning_memmap.schema.schema import Schema
+from lightning_memmap.schema.shared_memory import copy_sample
 from lightning_memmap.schema.structure import Node
 from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.samples import (
@@ -32,7 +32,6 @@ from lightning_memmap.store.samples import (
 )
 from lightning_memmap.store.sources.column import TableColumn
 from lightning_memmap.store.sources.column_dataset import ColumnDataset, is_hugging_face
-from lightning_memmap.store.workers import Workers, make_task_runner
 
 
 class Probes(NamedTuple):
@@ -47,15 +46,6 @@ class Probes(NamedTuple):
     """Bytes of the largest probe row, over all fields."""
     typical_bytes: float
     """Median bytes of a probe row."""
-
-
-def read_probes_in_worker(workers: Workers, num_rows: int, declared: Declared | Schema) -> Probes:
-    """Read the probe rows of a dataset in one of its workers; see `read_probes`."""
-    results = list[Probes]()
-    workers.run(
-        make_task_runner(read_probes, declared), [num_rows], lambda _, read: results.append(read)
-    )
-    return results[0]
 
 
 def read_probes(declared: Declared | Schema, dataset: Any, num_rows: int) -> Probes:
@@ -193,10 +183,10 @@ def _rows_of_values(pairs: Sequence[tuple[int, Any]]) -> Iterator[int]:
     Args:
         pairs: Row and value. A row may occur several times, with each item of its list.
     """
-    present = [(row, value) for row, value in pairs if not is_missing(value)]
+    present = [(row, value) for row, value in pairs if not is_null(value)]
     yield from (row for row, _ in present[:1])
     if len(present) < len(pairs):
-        yield next(row for row, value in pairs if is_missing(value))
+        yield next(row for row, value in pairs if is_null(value))
     kinds = {type(value) for _, value in present}
     if kinds == {dict}:
         for key in present[0][1]:

@@ -13,12 +13,12 @@ from msgspec.structs import replace
 
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.schema.fields import Values
-from lightning_memmap.schema.held import copy_sample
+from lightning_memmap.schema.shared_memory import copy_sample
+from lightning_memmap.store.build_spec import BuildSpec
 from lightning_memmap.store.identity import Fingerprint
-from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.samples import NUM_PROBES, choose_block_rows, hash_row, stack_rows
 from lightning_memmap.store.sources.source import make_source
-from lightning_memmap.store.sources.stream import is_read_once, is_stream, iterate_samples
+from lightning_memmap.store.sources.stream import is_iterable_only, is_read_once, iterate_samples
 from lightning_memmap.store.store import Store
 from lightning_memmap.store.workers import Workers, make_task_runner
 
@@ -26,17 +26,17 @@ _log = logging.getLogger(__name__)
 
 
 def check_dataset(
-    store: Store, dataset: Any, given: str | None = None, *, num_workers: int = 0
+    store: Store, dataset: Any, fingerprint: str | None = None, *, num_workers: int = 0
 ) -> None:
     """Check that a store may be of a dataset: compare fingerprints, or else probe rows."""
-    if not is_stream(dataset):
+    if not is_iterable_only(dataset):
         _check_length(store, len(dataset))
     stored = store.manifest.fingerprint
-    if given is not None and stored is not None and stored.given is not None:
-        if given != stored.given:
-            difference = f"fingerprint={given!r}, and the store has {stored.given!r}"
+    if fingerprint is not None and stored is not None and stored.by_user is not None:
+        if fingerprint != stored.by_user:
+            difference = f"fingerprint={fingerprint!r}, and the store has {stored.by_user!r}"
             raise _other_dataset(store, difference)
-    elif is_stream(dataset):
+    elif is_iterable_only(dataset):
         _check_first_rows(store, dataset)
     else:
         probes = store.manifest.probes
@@ -44,43 +44,40 @@ def check_dataset(
             workers.run(make_task_runner(_check_probe, store), probes, lambda *_: None)
 
 
-def recognise(
-    store: Store,
-    dataset: Any,
-    given: str | None,
-    identify: Callable[[], Fingerprint],
-    *,
-    num_workers: int = 0,
-    progress: ShowProgress,
-) -> Fingerprint | None:
-    """Check that a store was built from a dataset, and compare as few rows as that takes."""
+def recognise(store: Store, spec: BuildSpec) -> Fingerprint | None:
+    """Check that a store is the one that would be built, and compare as few rows as that takes.
+
+    Returns:
+        The identity of the dataset if the store should record it; None if it has it already.
+    """
+    fingerprint = spec.fingerprint
     stored = store.manifest.fingerprint
-    is_decided = given is not None and stored is not None and stored.given is not None
+    is_decided = fingerprint is not None and stored is not None and stored.by_user is not None
     # Before a row is read: a dataset may cache rows, which would change its identity.
-    identity = None if is_decided else identify()
-    check_dataset(store, dataset, given, num_workers=num_workers)
+    identity = None if is_decided else spec.identity
+    check_dataset(store, spec.dataset, fingerprint, num_workers=spec.num_workers)
     if identity is None:
         return None
     if stored is not None:
         changed = stored.difference(identity)
         # It is recorded only if all rows are equal: those that the user's fingerprint stood for.
-        identity = replace(identity, given=given or stored.given)
+        identity = replace(identity, by_user=fingerprint or stored.by_user)
     else:
-        changed = None if given is None else "the store has no fingerprint yet"
+        changed = None if fingerprint is None else "the store has no fingerprint yet"
     if changed is None:
         return None
     _log.warning(
         "the store at %s may be of another dataset: %s. All %s rows are compared with it, %s",
         store.path,
         changed,
-        f"{store.manifest.num_rows:,}",
-        _how_often(store.path, given),
+        f"{store.num_rows:,}",
+        _comparison_advice(store.path, fingerprint),
     )
-    _compare_all(store, dataset, num_workers, progress)
+    _compare_all(store, spec)
     return None if identity == stored else identity
 
 
-def _how_often(path: Path, given: str | None) -> str:
+def _comparison_advice(path: Path, fingerprint: str | None) -> str:
     """Say how often all rows are compared, and how to avoid it."""
     if not os.access(path, os.W_OK):
         return (
@@ -88,15 +85,16 @@ def _how_often(path: Path, given: str | None) -> str:
             " train without the dataset, which uses the store as it is, or let the owner of the"
             " store train with this dataset once"
         )
-    if given is None:
+    if fingerprint is None:
         return "once; set your own fingerprint (fingerprint=, --fingerprint) to avoid that"
-    return f"once; if they are equal, fingerprint={given!r} is recorded, and decides from then on"
+    recorded = f"fingerprint={fingerprint!r} is recorded, and decides from then on"
+    return f"once; if they are equal, {recorded}"
 
 
 def _check_length(store: Store, num_rows: int) -> None:
-    if num_rows != store.manifest.num_rows:
-        difference = f"the dataset has {num_rows} rows, the store {store.manifest.num_rows}"
-        if num_rows > (old := store.manifest.num_rows):
+    if num_rows != (old := store.num_rows):
+        difference = f"the dataset has {num_rows} rows, the store {old}"
+        if num_rows > old:
             difference += (
                 f" (if it has grown at its end, append_store(Subset(dataset, range({old},"
                 f" {num_rows})), {str(store.path)!r}) adds the new rows)"
@@ -114,16 +112,18 @@ def _check_first_rows(store: Store, stream: Any) -> None:
     _compare_samples(store, islice(iterate_samples(stream), NUM_PROBES))
 
 
-def _compare_all(store: Store, dataset: Any, num_workers: int, progress: ShowProgress) -> None:
-    if is_stream(dataset):
-        _check_length(store, _compare_samples(store, iterate_samples(dataset)))
+def _compare_all(store: Store, spec: BuildSpec) -> None:
+    """Compare all rows of a dataset with the stored rows."""
+    if spec.is_iterable_only:
+        _check_length(store, _compare_samples(store, iterate_samples(spec.dataset)))
         return
-    rows = range(store.manifest.num_rows)
-    step = choose_block_rows(store.manifest.row_bytes)
-    blocks = (rows[first : first + step] for first in range(0, len(rows), step))
+    rows = range(store.num_rows)
+    row_bytes = store.manifest.row_bytes
+    step = choose_block_rows(row_bytes)
+    blocks = (rows[start : start + step] for start in range(0, len(rows), step))
     with (
-        progress("comparing", len(rows), store.manifest.row_bytes) as advance,
-        Workers(dataset, num_workers) as workers,
+        spec.show("comparing", len(rows), row_bytes) as advance,
+        Workers(spec.dataset, spec.num_workers) as workers,
     ):
         workers.run(
             make_task_runner(_compare_rows, store), blocks, lambda rows, _: advance(len(rows))
@@ -132,7 +132,7 @@ def _compare_all(store: Store, dataset: Any, num_workers: int, progress: ShowPro
 
 def _compare_rows(store: Store, dataset: Any, rows: range) -> None:
     """Compare rows of a dataset with the stored rows."""
-    _compare(store, rows, partial(make_source(dataset, store.manifest.schema).read, rows))
+    _compare(store, rows, partial(make_source(dataset, store.schema).read, rows))
 
 
 def _compare_samples(store: Store, samples: Iterable[Any]) -> int:
@@ -141,16 +141,17 @@ def _compare_samples(store: Store, samples: Iterable[Any]) -> int:
     samples = map(copy_sample, samples)
     while block := list(islice(samples, choose_block_rows(store.manifest.row_bytes))):
         rows = range(num_rows, num_rows + len(block))
-        if rows.stop > (num_stored := store.manifest.num_rows):
-            raise _other_dataset(store, f"the dataset has more rows than the store ({num_stored})")
-        _compare(store, rows, partial(stack_rows, block, rows, store.manifest.schema))
+        if rows.stop > store.num_rows:
+            difference = f"the dataset has more rows than the store ({store.num_rows})"
+            raise _other_dataset(store, difference)
+        _compare(store, rows, partial(stack_rows, block, rows, store.schema))
         num_rows = rows.stop
     return num_rows
 
 
 def _compare(store: Store, rows: range, read: Callable[[], list[Values]]) -> None:
     """Read rows and compare them with the stored rows."""
-    fields = store.manifest.schema.fields
+    fields = store.schema.fields
     all_stored = store.read(np.asarray(rows, np.int64))
     for field, stored, values in zip(fields, all_stored, _as_stored(store, read), strict=True):
         for row, one, other in zip(rows, values.rows(), stored.rows(), strict=True):
@@ -161,7 +162,7 @@ def _compare(store: Store, rows: range, read: Callable[[], list[Values]]) -> Non
 def _check_probe(store: Store, dataset: Any, probe: tuple[int, str]) -> int:
     """Compare the hash of a row with the hash in the manifest. No stored row is read."""
     row, expected = probe
-    read = partial(make_source(dataset, store.manifest.schema).read, range(row, row + 1))
+    read = partial(make_source(dataset, store.schema).read, range(row, row + 1))
     if hash_row([next(values.rows()) for values in _as_stored(store, read)]) != expected:
         raise _other_row(store, row)
     return 1

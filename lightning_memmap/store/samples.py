@@ -17,10 +17,10 @@ from lightning_memmap.errors import DatasetError, MismatchError, SchemaError, de
 from lightning_memmap.integers import Integers
 from lightning_memmap.schema.fields import Values, field_name
 from lightning_memmap.schema.forms import Declared
-from lightning_memmap.schema.held import SharedMemoryCheck, copy_sample
 from lightning_memmap.schema.schema import Schema
+from lightning_memmap.schema.shared_memory import SharedMemoryCheck, copy_sample
 from lightning_memmap.store.files import leaf_bytes
-from lightning_memmap.store.workers import RowNumbers, Workers, make_task_runner
+from lightning_memmap.store.workers import RowIndices, Workers, make_task_runner
 
 NUM_PROBES = 8
 #: Limits of the samples that are held as Python objects before they are stacked.
@@ -57,7 +57,7 @@ class SampleReader:
         self._use_getitems = _has_matching_getitems(dataset)
         self._is_copying = False
 
-    def read(self, rows: RowNumbers) -> list[Values]:
+    def read(self, rows: RowIndices) -> list[Values]:
         """Read rows, as one value per field."""
         indices = list(rows) if isinstance(rows, range) else rows.tolist()
         if self._use_getitems and (many := self._read_many(indices)) is not None:
@@ -73,16 +73,17 @@ class SampleReader:
         return stack_rows(samples, rows, self._schema, self._read_first)
 
     def _try_stacking(
-        self, samples: Sequence[Any], rows: RowNumbers, *, is_exact: bool
+        self, samples: Sequence[Any], rows: RowIndices, *, is_exact: bool
     ) -> list[Values] | None:
-        """Stack samples; None if some share memory."""
-        if len(samples) == 1:
+        """Stack samples; None if some share memory, or were read together and don't fit."""
+        if len(samples) == 1 and not is_exact:
             return stack_rows(samples, rows, self._schema, self._read_first)
         sharing = SharedMemoryCheck(is_exact=is_exact)
         try:
             stacked = self._schema.stack(samples, sharing)
         except SchemaError:
-            if not sharing.is_shared:
+            # Samples read together may differ from single ones, as in formats of Hugging Face.
+            if not (is_exact or sharing.is_shared):
                 stack_rows(samples, rows, self._schema, self._read_first)  # Raises, with the row.
             return None
         return None if sharing.is_shared else stacked
@@ -106,13 +107,10 @@ def choose_block_rows(row_bytes: int) -> int:
 def read_first_sample(dataset: Any, num_workers: int) -> Any:
     """Read the first sample of a dataset, in a worker process if it has any."""
     if num_workers:
-        pickled = list[bytes]()
         with suppress(Exception):  # The class of the sample may not be picklable.
             with Workers(dataset, 1) as workers:
-                workers.run(
-                    make_task_runner(_pickle_sample), [0], lambda _, data: pickled.append(data)
-                )
-            return pickle.loads(pickled[0])
+                pickled = workers.run_one(make_task_runner(_pickle_sample), 0)
+            return pickle.loads(pickled)
     return read_sample(dataset, 0)
 
 
@@ -125,12 +123,12 @@ def _has_matching_getitems(dataset: Any) -> bool:
 
     A subclass that overrides only ``__getitem__`` inherits a ``__getitems__`` with other samples.
     """
-    kind = type(dataset)
-    if kind is Subset:
+    python_type = type(dataset)
+    if python_type is Subset:
         return _has_matching_getitems(dataset.dataset)
     names = ("__getitems__", "__getitem__")
     many_owner, one_owner = (
-        next((base for base in kind.__mro__ if name in vars(base)), object) for name in names
+        next((base for base in python_type.__mro__ if name in vars(base)), object) for name in names
     )
     return many_owner is not object and issubclass(many_owner, one_owner)
 
@@ -277,7 +275,7 @@ class RandomDatasetError(DatasetError):
     """Two reads of one row differ, so the build keeps no rows."""
 
 
-def random_dataset_error(row: int, fields: Sequence[str]) -> RandomDatasetError:
+def make_random_dataset_error(row: int, fields: Sequence[str]) -> RandomDatasetError:
     """Make the error for a dataset of which two reads of one row differ."""
     names = ", ".join(map(repr, fields))
     return RandomDatasetError(

@@ -12,20 +12,20 @@ from lightning_memmap.sampling.factory import Fields
 from lightning_memmap.sampling.identity import FrozenArray
 from lightning_memmap.sampling.rows import Rows, WindowedRows
 from lightning_memmap.schema.forms import Windows
-from lightning_memmap.store.open_columns import ItemRows, MappedRows, OpenColumn
+from lightning_memmap.store.open_columns import IndexedItems, MappedRows, OpenColumn
 from lightning_memmap.store.store import Store
 
 
 class Series(NamedTuple):
     """Series as ranges of the mapped steps of a store, in storage order."""
 
-    begins: Integers
+    starts: Integers
     """The first step of each series, int64 of shape (series,)."""
     steps: Integers
     """The number of steps of each series, int64 of shape (series,)."""
 
 
-def windowed(store: Store, rows: Rows, windows: Windows | None) -> Rows:
+def cut_into_windows(store: Store, rows: Rows, windows: Windows | None) -> Rows:
     """Return the windows over rows, if any field is cut into windows, or else the rows."""
     if windows is None:
         return rows
@@ -55,13 +55,13 @@ def windowed(store: Store, rows: Rows, windows: Windows | None) -> Rows:
 
 def read_series(store: Store, fields: tuple[str, ...], rows: Rows) -> Series:
     """Find the series that rows of a store are, and check that all fields agree. Reads no step."""
-    file_rows = store.in_memory(find_series_rows(rows))
+    file_rows = store.memory_rows(find_file_rows(rows))
     store = store.completed()
     store.download(fields=fields)
     all_series = [_series(store.column(name), file_rows) for name in fields]
     series = all_series[0]
     for name, other in zip(fields, all_series, strict=True):
-        is_other = (other.steps != series.steps) | (other.begins != series.begins)
+        is_other = (other.steps != series.steps) | (other.starts != series.starts)
         if is_other.any():
             rank = np.flatnonzero(is_other)[:1]
             row = int(rows.dataset_rows(rows.subset_index_at(rank))[0])
@@ -73,16 +73,16 @@ def read_series(store: Store, fields: tuple[str, ...], rows: Rows) -> Series:
     return series
 
 
-def find_series_rows(rows: Rows) -> Integers:
+def find_file_rows(rows: Rows) -> Integers:
     """Return the file rows of all rows, in storage order, int64 of shape (rows,)."""
     index = np.arange(rows.num_rows, dtype=np.int64)
     return index if rows.is_file_order else rows.file_rows(rows.subset_index_at(index))
 
 
 def _series(column: OpenColumn, file_rows: Integers) -> Series:
-    if isinstance(column, ItemRows):
-        begins, sizes = column.at(file_rows)
-        return Series(begins, sizes[:, 0])
+    if isinstance(column, IndexedItems):
+        starts, sizes = column.locate(file_rows)
+        return Series(starts, sizes[:, 0])
     assert isinstance(column, MappedRows)
     num_steps = column.tensor.shape[1]
     return Series(file_rows * num_steps, np.full_like(file_rows, num_steps))
@@ -90,7 +90,7 @@ def _series(column: OpenColumn, file_rows: Integers) -> Series:
 
 def view_steps(column: OpenColumn) -> Tensor:
     """Return the steps of all rows of a column, concatenated, as a view."""
-    if isinstance(column, ItemRows):
+    if isinstance(column, IndexedItems):
         return column.items
     assert isinstance(column, MappedRows)
     return column.tensor.as_subclass(Tensor).flatten(0, 1)

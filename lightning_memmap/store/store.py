@@ -26,7 +26,7 @@ from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.checksums import Damage, compute_checksums, list_damages
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.open_columns import ItemRows, OpenColumn
+from lightning_memmap.store.open_columns import IndexedItems, OpenColumn
 from lightning_memmap.store.progress import ShowProgress
 
 if TYPE_CHECKING:
@@ -46,6 +46,11 @@ class PendingRows(ABC):
         """The fraction of rows that have arrived, from 0 to 1."""
 
     @property
+    def has_all_rows(self) -> bool:
+        """Whether all rows have arrived. A build may still have to commit them."""
+        return self.progress == 1.0
+
+    @property
     @abstractmethod
     def is_complete(self) -> bool:
         """Whether all rows have arrived for good. Raises the error of a build that failed."""
@@ -54,12 +59,12 @@ class PendingRows(ABC):
         """Declare the only shards whose rows will be requested, before the first request."""
 
     @abstractmethod
-    def request(self, rows: Integers, ranks: Integers | None = None) -> None:
+    def request(self, rows: Integers, priorities: Integers | None = None) -> None:
         """Request rows in the order in which they are needed. Replaces the previous request.
 
         Args:
             rows: Rows in dataset order, int64 of shape (B,).
-            ranks: When each is needed, ascending, int64 of shape (B,), if requests for several
+            priorities: When each is needed, ascending, int64 of shape (B,), if requests for several
                 stores are to be served in one order. By default 0 to B-1.
         """
 
@@ -166,19 +171,19 @@ class Store:
         """Return the rows that an order draws from: all rows, or a subset, int64 of shape (n,)."""
         return StoreRows.of(self.manifest.shards, subset)
 
-    def each(self, rows: Integers) -> "Iterator[tuple[Store, Integers, Integers]]":
+    def split_by_store(self, rows: Integers) -> "Iterator[tuple[Store, Integers, Integers]]":
         """Split rows by store: yield each store, the indices of its rows in `rows`, and its
         rows."""
         yield self, np.arange(len(rows)), rows
 
     @property
     def has_gaps(self) -> bool:
-        """Whether rows have other indices in the mapped columns than in files; see `in_memory`."""
+        """Whether mapped columns have other indices than files; see `memory_rows`."""
         return False
 
-    def in_memory(self, locations: Integers) -> Integers:
+    def memory_rows(self, file_rows: Integers) -> Integers:
         """Return the indices of file rows in the mapped columns."""
-        return locations
+        return file_rows
 
     def row_files(self, column: Column) -> list[tuple[Path, int, int]]:
         """List the files of a column's rows or items: path, first byte in memory, and size."""
@@ -258,17 +263,17 @@ class Store:
         the longest for all of them."""
         column = self._items_of(field)
         data = column.items.numpy()
-        starts, sizes = column.at(column.file_rows(rows))
+        starts, sizes = column.locate(column.file_rows(rows))
         pairs = zip(starts.tolist(), sizes[:, 0].tolist(), strict=True)
         texts = (field.decode(data[start : start + size].tobytes()) for start, size in pairs)
         return np.fromiter(texts, object, len(rows))
 
-    def _items_of(self, field: Field) -> ItemRows:
+    def _items_of(self, field: Field) -> IndexedItems:
         """Return the column of a field whose rows differ in length, with all rows."""
         store = self.completed()
         store.download(fields=[field.name])
         column = store.column(field.name)
-        assert isinstance(column, ItemRows)
+        assert isinstance(column, IndexedItems)
         return column
 
     def lengths(self, field: str) -> Integers:

@@ -24,11 +24,11 @@ from lightning_memmap.store.building import (
     Building,
     RowWriter,
     describe_writer,
-    raise_for_room,
+    raise_if_full,
 )
 from lightning_memmap.store.checksums import choose_chunk_bytes, hash_in_memory
 from lightning_memmap.store.columns import FixedColumn
-from lightning_memmap.store.directory import JOURNAL, StoreDirectory, check_free, is_store
+from lightning_memmap.store.directory import JOURNAL, StoreDirectory, check_store_path, is_store
 from lightning_memmap.store.files import leaf_bytes, write_new, write_rows
 from lightning_memmap.store.journal import WRITTEN
 from lightning_memmap.store.manifest import Manifest
@@ -38,7 +38,7 @@ from lightning_memmap.store.store import Store, open_directory
 
 def check_table_path(path: Path, *, overwrite: bool) -> None:
     """Check that a table may be written to a path."""
-    check_free(path, "path")
+    check_store_path(path, "path")
     if is_store(path) and not overwrite:
         raise StoreError(f"{path} exists: choose another path, or replace it with overwrite=True")
 
@@ -81,8 +81,8 @@ def write_table(path: Path, schema: Schema, columns: Sequence[Tensor], **source:
             )
             directory.commit(manifest)
         except BaseException as error:
-            directory.clear()
-            raise_for_room(error, path, "nothing was changed")
+            directory.remove_unused()
+            raise_if_full(error, path, "nothing was changed")
             raise
 
 
@@ -137,16 +137,16 @@ class TableWriter:
 
     def write(self, rows: Sequence[int] | Integers, values: Sequence[Values]) -> None:
         """Write rows in any order."""
-        numbers = np.asarray(rows, np.int64)
+        indices = np.asarray(rows, np.int64)
         num_rows = self._draft.num_rows
-        if not len(numbers):
+        if not len(indices):
             return
-        if numbers.min() < 0 or numbers.max() >= num_rows:
-            raise IndexError(f"rows {numbers.min()} to {numbers.max()}: the table has {num_rows}")
-        self._writer.write(numbers, values)
+        if indices.min() < 0 or indices.max() >= num_rows:
+            raise IndexError(f"rows {indices.min()} to {indices.max()}: the table has {num_rows}")
+        self._writer.write(indices, values)
         # Marked last, so that a marked row has all its values.
-        write_rows(self._writer.journal, numbers, np.full((len(numbers), 1), WRITTEN, np.uint8))
-        self.num_written += len(numbers)
+        write_rows(self._writer.journal, indices, np.full((len(indices), 1), WRITTEN, np.uint8))
+        self.num_written += len(indices)
 
     def close(self) -> None:
         """Sync the rows to the disk, and close the files."""

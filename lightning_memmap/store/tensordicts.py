@@ -27,7 +27,7 @@ from typing_extensions import Self, override
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.structure import Node
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.open_columns import LOCATED_ROWS, ItemRows, MappedRows, OpenColumn
+from lightning_memmap.store.open_columns import LOCATED_ROWS, IndexedItems, MappedRows, OpenColumn
 
 #: "rows" of one shape; or, of rows that differ in length, all "items", the first and one past the
 #: last of each row, and the sizes of its leading dimensions where several differ.
@@ -83,7 +83,7 @@ class Source(NamedTuple):
         if self.content == "rows":
             assert isinstance(column, MappedRows)
             return column.tensor
-        assert isinstance(column, ItemRows)
+        assert isinstance(column, IndexedItems)
         if self.content == "items":
             return column.items
         if self.content == "start":
@@ -98,12 +98,12 @@ class Source(NamedTuple):
         return StoredTensor.of(opened[self.rows] if is_cut else opened, self)
 
 
-def _starts(column: ItemRows, rows: slice) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _starts(column: IndexedItems, rows: slice) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Check the index of rows, and return the first item of each."""
     starts = np.empty(rows.stop - rows.start, np.int64)
     for first in range(rows.start, rows.stop, LOCATED_ROWS):
         locations = np.arange(first, min(first + LOCATED_ROWS, rows.stop), dtype=np.int64)
-        starts[locations - rows.start] = column.at(locations).starts
+        starts[locations - rows.start] = column.locate(locations).starts
     return starts
 
 
@@ -176,13 +176,13 @@ class StoredTensor(MemoryMappedTensor):
 
 
 def _reopen(
-    kind: type[StoredTensor],
+    tensor_type: type[StoredTensor],
     source: Source,
     shape: tuple[int, ...],
     stride: tuple[int, ...],
     offset: int,
 ) -> StoredTensor:
-    return kind.of(source.open().as_strided(shape, stride, offset), source)
+    return tensor_type.of(source.open().as_strided(shape, stride, offset), source)
 
 
 def rows_of_shards(store: MappedStore, shards: range) -> TensorDict:

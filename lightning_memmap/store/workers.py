@@ -38,10 +38,10 @@ Task = TypeVar("Task")
 Outcome = TypeVar("Outcome")
 Connection: TypeAlias = "connection.Connection[Any, Any]"
 #: Rows in a range of step 1, or in any order, int64 of shape (n,).
-RowNumbers = range | Integers
+RowIndices = range | Integers
 
 #: Tasks of each process: one that runs, and one that waits.
-_IN_HAND = 2
+_TASKS_PER_PROCESS = 2
 #: Seconds of work in one range: short enough for progress bar and journal, long enough to be cheap.
 _RANGE_S = 1.0
 #: Ranges get smaller towards the end, so that all workers end together, down to this.
@@ -53,9 +53,9 @@ _NICENESS = 5
 #: How long idle processes may take to end.
 _PATIENCE_S = 5.0
 #: How often silent processes are checked.
-_LOOK_S = 1.0
+_CHECK_INTERVAL_S = 1.0
 #: The largest pickled exception that is sent.
-_MOST_BYTES = 2**16
+_MAX_ERROR_BYTES = 2**16
 #: Memory reserved for each thread, so that a shortage raises here instead of hanging the pool.
 _THREAD_BYTES = 16 * 2**20
 
@@ -87,14 +87,20 @@ class Workers:
                 outcome = work(task)
             receive(task, outcome)
 
+    def run_one(self, make: Callable[[Any], Callable[[Task], Outcome]], task: Task) -> Outcome:
+        """Run one task, and return its outcome."""
+        outcomes = list[Outcome]()
+        self.run(make, [task], lambda _, outcome: outcomes.append(outcome))
+        return outcomes[0]
+
     def _run_in_processes(
         self, make: bytes, tasks: Iterator[Any], receive: Callable[[Any, Any], None]
     ) -> None:
-        for number, task in enumerate(islice(tasks, _IN_HAND * self.num_workers)):
+        for number, task in enumerate(islice(tasks, _TASKS_PER_PROCESS * self.num_workers)):
             self._process(number % self.num_workers).submit(make, task)
         while busy := {worker.connection: worker for worker in self._processes if worker.tasks}:
             errors = list[BaseException]()
-            ready = connection.wait(busy, _LOOK_S)
+            ready = connection.wait(busy, _CHECK_INTERVAL_S)
             # The connection of a dead worker may be kept open by its forks.
             dead = (worker for worker in busy.values() if not (ready or worker.process.is_alive()))
             for process in (*(worker for key, worker in busy.items() if key in ready), *dead):
@@ -127,7 +133,7 @@ class Workers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
+    def __exit__(self, error_type: object, error: object, trace: object) -> None:
         self.close(at_once=error is not None)
 
 
@@ -211,7 +217,7 @@ class RowRanges:
 
     def __init__(
         self,
-        todo: Iterable[RowNumbers],
+        todo: Iterable[RowIndices],
         *,
         max_rows: int,
         num_workers: int,
@@ -225,7 +231,7 @@ class RowRanges:
         self._advance = advance
         self._num_left = sum(map(len, self._todo))
 
-    def __iter__(self) -> Iterator[RowNumbers]:
+    def __iter__(self) -> Iterator[RowIndices]:
         for rows in self._todo:
             while len(rows):
                 block = rows[: self._next_count()]
@@ -233,7 +239,7 @@ class RowRanges:
                 yield block
                 rows = rows[len(block) :]
 
-    def note(self, rows: RowNumbers, duration_s: float) -> None:
+    def record(self, rows: RowIndices, duration_s: float) -> None:
         """Record how long rows took."""
         self._row_s = (self._row_s + duration_s / len(rows)) / 2
         self._advance(len(rows))
@@ -263,7 +269,7 @@ def start_threads(count: int) -> ThreadPoolExecutor:
     return pool
 
 
-def give_way() -> None:
+def lower_priority() -> None:
     """Lower the priority of this thread and of threads that it starts, below that of training."""
     # On Linux this holds for a thread, elsewhere for the process.
     os.nice(_NICENESS)
@@ -299,9 +305,9 @@ def _serve(parent: Connection, theirs: Connection, dataset: Any) -> None:
     # The process that started this one decides what becomes of it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    give_way()
+    lower_priority()
     if multiprocessing.get_start_method() == "fork":
-        _open_anew()
+        _reopen_files()
     #: The work of a run is made once for all of its tasks.
     work_of = cache(lambda make: pickle.loads(make)(dataset))
     with suppress(EOFError, ConnectionError):
@@ -319,10 +325,10 @@ def _make_sendable(error: BaseException) -> Any:
     """Convert an error to one that can be sent. A large one might block both ends of the pipe."""
     with suppress(Exception):
         with_traceback = ExceptionWithTraceback(error, error.__traceback__)
-        if len(pickle.dumps(with_traceback)) < _MOST_BYTES:
+        if len(pickle.dumps(with_traceback)) < _MAX_ERROR_BYTES:
             return with_traceback
     text = str(error) if isinstance(error, MemmapError) else describe_error(error)
-    return DatasetError(f"{text[: _MOST_BYTES // 64]}...")
+    return DatasetError(f"{text[: _MAX_ERROR_BYTES // 64]}...")
 
 
 def end_with_starter() -> None:
@@ -344,7 +350,7 @@ def _end_after(sentinel: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _open_anew() -> None:
+def _reopen_files() -> None:
     """Open the files again that this process shares since it was forked.
 
     Otherwise the processes would share one position in each open file of the dataset, and read each

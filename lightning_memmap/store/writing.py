@@ -16,10 +16,10 @@ from lightning_memmap.store.building import Building, RowWriter
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.probes import Probes
 from lightning_memmap.store.progress import ShowProgress
-from lightning_memmap.store.samples import hash_row, random_dataset_error
+from lightning_memmap.store.samples import hash_row, make_random_dataset_error
 from lightning_memmap.store.sources.source import Source, concatenate_sources, make_source
 from lightning_memmap.store.store import Store
-from lightning_memmap.store.workers import RowNumbers, RowRanges, Workers, start_threads
+from lightning_memmap.store.workers import RowIndices, RowRanges, Workers, start_threads
 
 #: Bytes of a slice. It is long, so that each of many shards receives a long run at once.
 _SLICE_BYTES = 128 * 2**20
@@ -62,7 +62,7 @@ def write_missing(building: Building, workers: Workers, probes: Probes, show: Sh
         show("storing", num_rows, probes.row_bytes, num_done) as advance,
         closing(make(workers.dataset)) as writer,
     ):
-        todo: list[RowNumbers] = [*missing]
+        todo: list[RowIndices] = [*missing]
         if (order := writer.source.order) is not None:
             is_missing = np.zeros(len(order), np.bool_)
             for block in missing:
@@ -76,9 +76,9 @@ def write_missing(building: Building, workers: Workers, probes: Probes, show: Sh
             advance=advance,
         )
 
-        def receive(rows: RowNumbers, duration_s: float) -> None:
-            building.wrote(rows)
-            tasks.note(rows, duration_s)
+        def receive(rows: RowIndices, duration_s: float) -> None:
+            building.mark_written(rows)
+            tasks.record(rows, duration_s)
 
         run_writers(
             [building], workers, make if workers.num_workers else lambda _: writer, tasks, receive
@@ -151,7 +151,7 @@ class RangeWriter:
         self._writing: Future[None] = Future()
         self._writing.set_result(None)
 
-    def __call__(self, rows: RowNumbers) -> float:
+    def __call__(self, rows: RowIndices) -> float:
         """Write rows, and return the seconds it took. A block is written while the next is read."""
         start = perf_counter()
         for first in range(0, len(rows), self._block_rows):
@@ -165,7 +165,7 @@ class RangeWriter:
             self._writer.write(block, values)
         return perf_counter() - start
 
-    def _check(self, rows: RowNumbers, values: list[Values]) -> None:
+    def _check(self, rows: RowIndices, values: list[Values]) -> None:
         """Check that the probe rows among ``rows`` are the same as when they were first read."""
         for row, expected in self._draft.probes:
             if row not in rows:
@@ -177,7 +177,7 @@ class RangeWriter:
                 names = [field.name for field in self._draft.schema.fields]
                 pairs = zip(names, leaves, again, strict=True)
                 differ = [name for name, one, two in pairs if hash_row([one]) != hash_row([two])]
-                raise random_dataset_error(row, differ or names)
+                raise make_random_dataset_error(row, differ or names)
 
     def close(self) -> None:
         """Wait for what is being written, and close the directory and the files."""
@@ -196,5 +196,5 @@ def _make_source(dataset: Any, schema: Schema, row_bytes: int) -> Source:
     return make_source(dataset, schema, row_bytes)
 
 
-def _read_store(store: Store, rows: RowNumbers) -> list[Values]:
+def _read_store(store: Store, rows: RowIndices) -> list[Values]:
     return store.read(np.asarray(rows, np.int64))

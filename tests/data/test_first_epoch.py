@@ -30,8 +30,8 @@ from lightning_memmap.store import (
     open_store,
     verify_store,
 )
-from lightning_memmap.store.directory import KEY, StoreDirectory
-from lightning_memmap.store.growing import Serving
+from lightning_memmap.store.directory import DRAFT, StoreDirectory
+from lightning_memmap.store.growing import SharedBuild
 from lightning_memmap.store.samples import RandomDatasetError, choose_probe_rows
 from lightning_memmap.store.sources.arrow_columns import RowGroups
 from tests.contract.data.test_first_epoch_in_processes import (
@@ -55,7 +55,7 @@ _num_read = Counter[tuple[str, int]]()
 def _asked_for(stores: Path) -> bool:
     """Whether training has asked for rows: it may take long to begin. One is for its set-up."""
     with suppress(FileNotFoundError):
-        return any(path.stat().st_size > 16 for path in stores.rglob("serving/requested-*"))
+        return any(path.stat().st_size > 16 for path in stores.rglob("requests/requested-*"))
     return False
 
 
@@ -94,9 +94,9 @@ class Watching(L.Callback):
         self.shown.append(trainer.progress_bar_metrics.get("stored"))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, step: int) -> None:
-        serving = trainer.datamodule.stores["train"].pending
-        self.is_finished.append(serving is None)
-        self.is_growing.append(serving is not None and serving.progress < 1)
+        pending = trainer.datamodule.stores["train"].pending
+        self.is_finished.append(pending is None)
+        self.is_growing.append(pending is not None and pending.progress < 1)
         if self.is_growing == [True]:
             # Nobody else builds at this place.
             stores = Path(trainer.datamodule.store_dir) / "train"
@@ -199,13 +199,13 @@ def test_rows_are_read_in_the_order_of_need_some_steps_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_asked = list[int]()
-    request = Serving.request
+    request = SharedBuild.request
 
-    def noted(self: Serving, rows: Any, *ranks: Any) -> None:
+    def noted(self: SharedBuild, rows: Any, *priorities: Any) -> None:
         num_asked.append(len(rows))
-        request(self, rows, *ranks)
+        request(self, rows, *priorities)
 
-    monkeypatch.setattr(Serving, "request", noted)
+    monkeypatch.setattr(SharedBuild, "request", noted)
     monkeypatch.setattr(loader, "_LOCATED_STEPS", 5)
     module, size = Regression(), 4
     fit(tmp_path, module, Points(ROWS), "while_training", num_workers=1, batch_size=size)
@@ -382,7 +382,7 @@ def test_run_that_is_interrupted_in_the_first_epoch_goes_on_bit_for_bit(
     whole, saved = run("first"), tmp_path / "saved.ckpt"
     with pytest.raises((SystemExit, RuntimeError)):
         run("while_training", Interrupting(saved, error))
-    assert StoreDirectory(tmp_path / "while_training" / "train").unfinished(KEY)
+    assert StoreDirectory(tmp_path / "while_training" / "train").unfinished(DRAFT)
     assert torch.equal(run("while_training", ckpt_path=saved), whole)
     assert verify_store(tmp_path / "while_training" / "train") == []
     read = Counter(map(int, (tmp_path / "while_training.rows").read_text().split()))
@@ -406,7 +406,7 @@ def test_store_that_cannot_be_finished_ends_training_at_the_next_epoch(
     with pytest.raises(OSError, match="the disk is gone"):
         train()
     data.teardown()
-    assert StoreDirectory(tmp_path / "train").unfinished(KEY)
+    assert StoreDirectory(tmp_path / "train").unfinished(DRAFT)
 
 
 @pytest.mark.parametrize("sampler", [Weighted("row"), Bucketed("sound", 4)])
@@ -480,7 +480,7 @@ def test_build_that_is_not_finished_keeps_no_file_open(tmp_path: Path) -> None:
         with suppress(DatasetError):
             steps = -1 if fails else 2
             make_trainer(tmp_path, max_epochs=1, max_steps=steps).fit(Regression(), data)
-        assert StoreDirectory(tmp_path / str(number) / "train").unfinished(KEY)
+        assert StoreDirectory(tmp_path / str(number) / "train").unfinished(DRAFT)
         del data
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
@@ -534,7 +534,7 @@ def test_random_dataset_is_refused_and_nothing_is_kept(tmp_path: Path) -> None:
     with pytest.raises(RandomDatasetError, match="row"):
         list(set_up(data, "fit").train_dataloader())
     data.teardown()
-    assert not StoreDirectory(tmp_path / "train").unfinished(KEY)
+    assert not StoreDirectory(tmp_path / "train").unfinished(DRAFT)
 
 
 class Ages(Points):
@@ -569,7 +569,7 @@ def test_what_another_build_has_left_is_not_trained_from(tmp_path: Path, is_ther
     else:
         with pytest.raises(DatasetError):
             build_store(Failing(60), tmp_path / "train", progress=False)
-    assert list(StoreDirectory(tmp_path / "train").unfinished(KEY))
+    assert list(StoreDirectory(tmp_path / "train").unfinished(DRAFT))
     given = Points(60) if is_there else None
     data = MemmapDataModule(given, store_dir=tmp_path, build="while_training", num_workers=1)
     if is_there:

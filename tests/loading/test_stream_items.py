@@ -23,7 +23,7 @@ from lightning_memmap.sampling.rows import Rows, Shards, StoreRows
 from lightning_memmap.sampling.schedule import Blocks
 from lightning_memmap.schema.fields import Field
 from lightning_memmap.store import Store, build_store
-from lightning_memmap.store.open_columns import ItemRows
+from lightning_memmap.store.open_columns import IndexedItems
 from tests.support.rows import CPU, StridedRows, chosen_of, make_split, size_of
 
 VARIABLE = ["grid", "boxes", "wide", "empty"]
@@ -73,7 +73,9 @@ class TestMemory:
         every: Rows = StoreRows(stored)
         ends = np.cumsum(lengths[every.subset_index_at(np.arange(num_rows))])
         items = torch.empty(int(ends[-1]), dtype=torch.uint8)
-        rows = ItemRows(Field("x", torch.uint8, (None,)), stored.file_rows, items, ends[:, None])
+        rows = IndexedItems(
+            Field("x", torch.uint8, (None,)), stored.file_rows, items, ends[:, None]
+        )
         if is_subset and num_rows > 1:
             every = StridedRows(0, 2).among(every)
         pool = Pool.of(every, num_shards)
@@ -102,7 +104,7 @@ class TestMemory:
         store = build_store(rows, path, num_shards=4, variable=variable, progress=False)
         pool = make_split(store).pool
         column = store.column("x")
-        assert isinstance(column, ItemRows)
+        assert isinstance(column, IndexedItems)
         windows = Blocks(ShuffledSampler(pool, 0, 100))
         largest = max_block_items(column, SlotMap.in_store(store, pool), range(4), windows)
         assert 19 * 2**16 < largest < 20 * 2**16

@@ -55,10 +55,10 @@ def test_files_of_several_stores_start_on_pages(tmp_path: Path) -> None:
         for name, count in (("a", 3), ("b", 2))
     }
     joined = JoinedStore(tmp_path, stores)
-    assert joined.in_memory(np.arange(5)).tolist() == [0, 1, 2, 4, 5]
-    assert [store.path.name for store, _, rows in joined.each(np.arange(5)) for _ in rows] == [
-        *"aaabb"
-    ]
+    assert joined.memory_rows(np.arange(5)).tolist() == [0, 1, 2, 4, 5]
+    assert [
+        store.path.name for store, _, rows in joined.split_by_store(np.arange(5)) for _ in rows
+    ] == [*"aaabb"]
 
 
 def test_windows_start_at_their_slots() -> None:

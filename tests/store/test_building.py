@@ -17,13 +17,13 @@ from lightning_memmap.schema.forms import Declared
 from lightning_memmap.store import Damage, build_store, open_store, verify_store
 from lightning_memmap.store import building as building_module
 from lightning_memmap.store import journal as journal_module
+from lightning_memmap.store.build_spec import BuildSpec
 from lightning_memmap.store.building import Building
 from lightning_memmap.store.columns import FixedColumn
 from lightning_memmap.store.directory import StoreDirectory
 from lightning_memmap.store.growing import BackgroundBuild, open_growing
 from lightning_memmap.store.journal import KEPT, WRITTEN, Journal
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.request import BuildRequest
 from lightning_memmap.store.samples import RandomDatasetError
 from lightning_memmap.store.workers import RowRanges
 from tests.support.datasets import Logged, Numbered, holds
@@ -58,7 +58,7 @@ def test_missing_rows_are_dealt_once_whatever_they_cost(
     for index, rows in enumerate(ranges):
         assert 1 <= len(rows) <= max_rows
         dealt += rows
-        ranges.note(rows, [0.0, 1e4, 1e-3][index % 3])
+        ranges.record(rows, [0.0, 1e4, 1e-3][index % 3])
     assert sorted([*dealt, *{*done}]) == list(range(400))
 
 
@@ -80,12 +80,12 @@ def test_background_build_that_failed_is_resumed_by_the_same_process(
 
     def build(kind: type[Logged], log: str) -> set[str]:
         dataset = kind(Numbered(100), tmp_path / log)
-        asked = BuildRequest(dataset, tmp_path / "s", None, 1, "one", Declared(), progress=False)
-        building = BackgroundBuild({"train": asked}, 1, lambda stores: first)
+        spec = BuildSpec(dataset, tmp_path / "s", None, 1, "one", Declared(), progress=False)
+        building = BackgroundBuild({"train": spec}, 1, lambda stores: first)
         store = open_growing(tmp_path / "s")
         assert store is not None
         try:
-            store.serving.wait_for_commit()
+            store.shared_build.wait_for_commit()
         finally:
             building.stop()
         return {*Path(dataset.log).read_text().split()}

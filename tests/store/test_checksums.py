@@ -17,15 +17,15 @@ from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store import build_store, open_store, verify_store
 from lightning_memmap.store import checksums as module
 from lightning_memmap.store.checksums import CHUNK_BYTES, MAX_CHECKSUMS, ColumnChunks, num_chunks
-from lightning_memmap.store.columns import FixedColumn, RaggedColumn
+from lightning_memmap.store.columns import FixedColumn, VariableColumn
 from lightning_memmap.store.manifest import Manifest
 from tests.support.store.layout import files_of
 from tests.support.store.signing import sign_manifest
 
 
-def ragged_column(num_rows: int, num_shards: int, shard_items: tuple[int, ...]) -> RaggedColumn:
+def ragged_column(num_rows: int, num_shards: int, shard_items: tuple[int, ...]) -> VariableColumn:
     field = Field("x", torch.uint8, (None,))
-    return RaggedColumn(field, Shards(num_rows, num_shards), shard_items)
+    return VariableColumn(field, Shards(num_rows, num_shards), shard_items)
 
 
 def test_worked_example_of_the_module() -> None:

@@ -25,7 +25,7 @@ from lightning_memmap.store import (
     verify_store,
     workers,
 )
-from lightning_memmap.store.directory import PARTS
+from lightning_memmap.store.directory import PARTS_DRAFT
 from lightning_memmap.store.files import write_all
 from lightning_memmap.store.manifest import Manifest
 from tests.support.datasets import Counting, Mixed, Numbered, Replaced, holds
@@ -300,7 +300,7 @@ def test_part_of_a_store_that_is_whole_does_nothing(tmp_path: Path) -> None:
 
 def test_key_of_parts_that_is_damaged_is_refused(tmp_path: Path) -> None:
     build_part(Numbered(30), tmp_path / "s", (0, 1), **QUIET)
-    key = parts_path(tmp_path / "s") / PARTS
+    key = parts_path(tmp_path / "s") / PARTS_DRAFT
     os.truncate(key, key.stat().st_size // 2)
     with pytest.raises(StoreError, match=r"parts\.json cannot be read: .*: remove"):
         finish_store(tmp_path / "s", **QUIET)

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch.utils.data import IterableDataset, Subset
 
 from lightning_memmap import ColumnDataset, MemmapDataModule, append_store, build_store
-from lightning_memmap.schema.held import SharedMemoryCheck
+from lightning_memmap.schema.shared_memory import SharedMemoryCheck
 from lightning_memmap.store import Store, build_part, finish_store
 from lightning_memmap.store.sources.source import make_source
 

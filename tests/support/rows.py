@@ -39,7 +39,7 @@ from lightning_memmap.sampling.rows import Rows, Shards, StoreRows, WindowedRows
 from lightning_memmap.sampling.schedule import Blocks, default_block
 from lightning_memmap.schema import Decode, Windows
 from lightning_memmap.store import Store
-from lightning_memmap.store.series import make_fields, windowed
+from lightning_memmap.store.series import cut_into_windows, make_fields
 from tests.support.datasets import Made
 
 CPU = torch.device("cpu")
@@ -400,7 +400,7 @@ def make_window_loader(
         return ShuffledSampler(pool, 5, block)
 
     topology = DataTopology((CPU,) * num_devices, rank, size)
-    chosen = windowed(store, chosen_of(store, subset), windows)
+    chosen = cut_into_windows(store, chosen_of(store, subset), windows)
     measure = partial(max_block_bytes, store) if residency == "stream" else None
     sized = size_of(store.manifest, topology, chosen, window, order, measure)
     placement = plan_placement({"train": sized}, topology, residency, budget_bytes={CPU: memory})

@@ -36,7 +36,7 @@ from lightning_memmap.store.building import describe_unfinished_build
 from lightning_memmap.store.checksums import Damage, list_damages
 from lightning_memmap.store.files import check_plain, open_plain, read_plain
 from lightning_memmap.store.manifest import MAX_MANIFEST_BYTES, Manifest
-from lightning_memmap.store.open_columns import ItemRows
+from lightning_memmap.store.open_columns import IndexedItems
 from lightning_memmap.store.paths import CACHE, StoreUrl, cache_directory, path_or_url
 from lightning_memmap.store.remote.files import OFFLINE, RemoteFiles, UnreachableError, is_offline
 from lightning_memmap.store.remote.shards import (
@@ -181,7 +181,7 @@ class RemoteStore(Store):
     def lengths(self, field: str) -> Integers:
         index = self._index_of(field)
         column = self.mapped_columns[index]
-        if not isinstance(column, ItemRows):
+        if not isinstance(column, IndexedItems):
             return super().lengths(field)
         ends = self._shards.read_index(index).reshape(column.index.shape)
         return replace(column, index=ends).lengths(self.num_rows)
@@ -196,8 +196,8 @@ class RemoteStore(Store):
         names = [field.name for field in self.schema.fields]
         return [
             damage
-            for number, chunks in enumerate(damaged)
-            for damage in list_damages(names[number // self.num_shards], files, chunks)
+            for field_shard, chunks in enumerate(damaged)
+            for damage in list_damages(names[field_shard // self.num_shards], files, chunks)
         ]
 
     @override
@@ -238,7 +238,7 @@ class _CachedShards(RemoteShards):
         self,
         fields: Sequence[int],
         shards: Sequence[int] | Integers,
-        note: Callable[[], None] | None = None,
+        on_shard: Callable[[], None] | None = None,
         stop: Event | None = None,
     ) -> None:
         """Download shards that are not in the cache, after checking those that are.
@@ -246,15 +246,15 @@ class _CachedShards(RemoteShards):
         Args:
             fields: Indices of fields in the schema.
             shards: Indices of shards.
-            note: As for `RemoteShards.fetch`. Shows no progress bar.
+            on_shard: As for `RemoteShards.fetch`. Shows no progress bar.
             stop: As for `RemoteShards.fetch`.
         """
-        numbers = self.numbers(fields, shards)
-        if self._is_checked_here[numbers].all():
+        field_shards = self.field_shards(fields, shards)
+        if self._is_checked_here[field_shards].all():
             return
         with self._cache.usable():
-            self._check(numbers[~self._is_checked_here[numbers]])
-            if len(missing := self.missing(numbers)):
+            self._check(field_shards[~self._is_checked_here[field_shards]])
+            if len(missing := self.missing(field_shards)):
                 # Before other stores are removed to make room for shards that cannot be downloaded.
                 if not self._is_latest and (error := self.changed()):
                     raise StoreError(
@@ -264,17 +264,17 @@ class _CachedShards(RemoteShards):
                 self._is_latest = True
                 self._cache.reserve(self, missing)
                 num_bytes = int(self.num_bytes[missing].sum())
-                hidden = note is not None or not self.progress or num_bytes < _SHOWN_BYTES
-                self.fetch(missing, "fetching", hidden=hidden, note=note, stop=stop)
-            self._is_checked_here[numbers] = True
+                hidden = on_shard is not None or not self.progress or num_bytes < _SHOWN_BYTES
+                self.fetch(missing, "fetching", hidden=hidden, on_shard=on_shard, stop=stop)
+            self._is_checked_here[field_shards] = True
 
-    def _check(self, numbers: Integers) -> None:
+    def _check(self, field_shards: Integers) -> None:
         """Compare shards in the cache with their checksums, and forget the damaged ones.
 
         Their pages stay in memory and are used from there. If memory is short, they would be read
         from the disk twice, so they are not compared.
         """
-        cached = numbers[self.records()[numbers] > 0]
+        cached = field_shards[self.records()[field_shards] > 0]
         if not len(cached) or self.num_bytes[cached].sum() > available_bytes():
             return
         with start_threads(min(_NUM_CHECKS, len(cached))) as pool:
@@ -298,8 +298,8 @@ class _Download(PendingRows):
         self._fields = range(len(shards.manifest.columns))
         #: The only shards that will be read.
         self._expected = list[int]()
-        #: Their numbers for all fields.
-        self._numbers = np.zeros(0, np.int64)
+        #: These shards of all fields.
+        self._field_shards = np.zeros(0, np.int64)
         self._changed = Condition()
         self._stop = Event()
         self._thread: Thread | None = None
@@ -308,20 +308,20 @@ class _Download(PendingRows):
     @override
     def expect(self, shards: Collection[int]) -> None:
         self._expected = [*shards]
-        self._numbers = self._shards.numbers(self._fields, self._expected)
+        self._field_shards = self._shards.field_shards(self._fields, self._expected)
 
     @property
     @override
     def progress(self) -> float:
-        return 1.0 - len(self._shards.missing(self._numbers)) / max(1, len(self._numbers))
+        return 1.0 - len(self._shards.missing(self._field_shards)) / max(1, len(self._field_shards))
 
     @property
     @override
     def is_complete(self) -> bool:
-        return self.progress == 1.0
+        return self.has_all_rows
 
     @override
-    def request(self, rows: Integers, ranks: Integers | None = None) -> None:
+    def request(self, rows: Integers, priorities: Integers | None = None) -> None:
         # The first request determines the order: an epoch needs rows of all shards soon.
         if self._thread is None and self._expected:
             shards, firsts = np.unique(rows % self._shards.manifest.num_shards, return_index=True)
@@ -332,22 +332,24 @@ class _Download(PendingRows):
 
     def _run(self, shards: list[int], stop: Event) -> None:
         try:
-            self._shards.require(self._fields, shards, self._note, stop)
+            self._shards.require(self._fields, shards, self._notify, stop)
         except BaseException as error:  # A reader that waits must get any error.
             if stop is self._stop:  # Else it was closed, and no reader waits.
                 self._error = error
-        self._note()
+        self._notify()
 
-    def _note(self) -> None:
+    def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
     @override
     def wait(self, rows: Integers) -> None:
         shards = np.unique(rows % self._shards.manifest.num_shards)
-        numbers = self._shards.numbers(self._fields, shards)
+        field_shards = self._shards.field_shards(self._fields, shards)
         with self._changed:
-            self._changed.wait_for(lambda: self._error or not len(self._shards.missing(numbers)))
+            self._changed.wait_for(
+                lambda: self._error or not len(self._shards.missing(field_shards))
+            )
         if self._error is not None:
             raise self._error
 
@@ -442,11 +444,11 @@ class _Cache:
         )
         return manifest
 
-    def reserve(self, shards: RemoteShards, numbers: Integers) -> None:
+    def reserve(self, shards: RemoteShards, field_shards: Integers) -> None:
         """Make room for all shards that are needed at once, and record them as reserved."""
         with self.locked(), ExitStack() as stack:
             records = shards.records()
-            unreserved = numbers[records[numbers] == 0]
+            unreserved = field_shards[records[field_shards] == 0]
             needed_bytes = int(shards.num_bytes[unreserved].sum())
             versions = sorted(self.directory.glob("*/g-*"), key=lambda path: path.lstat().st_mtime)
             sizes = {path: _bytes_of(path) for path in versions}

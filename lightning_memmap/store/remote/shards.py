@@ -26,7 +26,7 @@ import xxhash
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
 from lightning_memmap.integers import Integers
 from lightning_memmap.store.checksums import Chunk
-from lightning_memmap.store.columns import RaggedColumn
+from lightning_memmap.store.columns import VariableColumn
 from lightning_memmap.store.files import TEMPORARY, OpenFiles, open_plain, write_all
 from lightning_memmap.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
 from lightning_memmap.store.progress import show_progress
@@ -47,8 +47,8 @@ _log = logging.getLogger(__name__)
 class RemoteShards:
     """The shards of one store at a URL, downloaded into the files of a directory.
 
-    They are numbered field by field, in the order of the schema: shard ``s`` of field ``f`` has the
-    number ``f * C + s``.
+    A field shard is the index of one shard of one field, field by field: ``f * C + s`` for shard
+    ``s`` of field ``f`` of the schema.
     """
 
     def __init__(self, files: RemoteFiles, manifest: Manifest, directory: Path) -> None:
@@ -62,10 +62,10 @@ class RemoteShards:
         self._records = open_plain(self.directory / RECORDS)
         weakref.finalize(self, os.close, self._records)
 
-    def numbers(self, fields: Sequence[int], shards: Sequence[int] | Integers) -> Integers:
-        """Return the numbers of shards of fields, from the indices of the fields in the schema."""
-        firsts = np.array(fields, np.int64) * self.manifest.num_shards
-        return (np.asarray(shards, np.int64)[:, None] + firsts).ravel()
+    def field_shards(self, fields: Sequence[int], shards: Sequence[int] | Integers) -> Integers:
+        """Return the field shards of some shards of some fields, by their index in the schema."""
+        starts = np.array(fields, np.int64) * self.manifest.num_shards
+        return (np.asarray(shards, np.int64)[:, None] + starts).ravel()
 
     @cached_property
     def num_bytes(self) -> Integers:
@@ -87,39 +87,39 @@ class RemoteShards:
             )
         return np.frombuffer(data, np.int64)
 
-    def record(self, numbers: Iterable[int], *, sign: int) -> None:
+    def record(self, field_shards: Iterable[int], *, sign: int) -> None:
         """Record that shards are downloaded (1), are reserved (-1), or neither (0)."""
         with closing(OpenFiles(f"{self.directory}/.")) as files:
-            for number in numbers:
-                data = struct.pack("q", sign * int(self.num_bytes[number]))
-                write_all(files.open(RECORDS), memoryview(data), 8 * number)
+            for field_shard in field_shards:
+                data = struct.pack("q", sign * int(self.num_bytes[field_shard]))
+                write_all(files.open(RECORDS), memoryview(data), 8 * field_shard)
 
-    def missing(self, numbers: Integers) -> Integers:
+    def missing(self, field_shards: Integers) -> Integers:
         """Return which of some shards are not downloaded."""
-        missing: Integers = numbers[self.records()[numbers] <= 0]
+        missing: Integers = field_shards[self.records()[field_shards] <= 0]
         return missing
 
     def fetch(
         self,
-        numbers: Integers,
+        field_shards: Integers,
         what: str,
         *,
         hidden: bool,
-        note: Callable[[], None] | None = None,
+        on_shard: Callable[[], None] | None = None,
         stop: Event | None = None,
     ) -> None:
         """Download shards, several at once.
 
         Args:
-            numbers: Their numbers. Without ``note``, they are downloaded in random order.
+            field_shards: The shards. Without ``on_shard``, they are downloaded in random order.
             what: Label of the progress bar.
             hidden: Whether to show no progress bar.
-            note: Called after each shard.
+            on_shard: Called after each shard.
             stop: Set to cancel the download.
         """
-        order = numbers.tolist()
+        order = field_shards.tolist()
         stop = stop or Event()
-        if note is None:
+        if on_shard is None:
             # Processes that download the same shards share the work.
             order = random.Random(os.getpid()).sample(order, len(order))
         num_bytes = int(self.num_bytes[order].sum())
@@ -128,22 +128,24 @@ class RemoteShards:
             start_threads(min(_NUM_THREADS, max(1, len(order)))) as pool,
         ):
             try:
-                futures = [pool.submit(self._fetch, number, advance, stop) for number in order]
+                futures = [
+                    pool.submit(self._fetch, field_shard, advance, stop) for field_shard in order
+                ]
                 for future in as_completed(futures):
                     future.result()
-                    if note is not None:
-                        note()
+                    if on_shard is not None:
+                        on_shard()
             finally:
                 stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
 
-    def _fetch(self, number: int, advance: Callable[[int], None], stop: Event) -> None:
+    def _fetch(self, field_shard: int, advance: Callable[[int], None], stop: Event) -> None:
         with closing(OpenFiles(f"{self.directory}/.")) as files:
             # Others who download this shard wait. The lock belongs to this descriptor, not to the
             # process, so that threads wait for each other too.
-            lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 8 * number, 8, 0)
+            lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 8 * field_shard, 8, 0)
             fcntl.fcntl(files.open(RECORDS), fcntl.F_OFD_SETLKW, lock)
-            if self._is_here(number):
+            if self._is_here(field_shard):
                 return
 
             def receive(file: str, start: int, data: bytes) -> None:
@@ -153,73 +155,73 @@ class RemoteShards:
                 write_all(files.open(file), memoryview(data), start)
                 advance(len(data))
 
-            for chunk in self._chunks(number):
-                self._read_intact(number, chunk, receive)
-            field, shard = divmod(number, self.manifest.num_shards)
-            for name, first, data in self.manifest.columns[field].edge_bytes(shard):
+            for chunk in self._chunks(field_shard):
+                self._read_intact(field_shard, chunk, receive)
+            field, shard = divmod(field_shard, self.manifest.num_shards)
+            for name, first, data in self.manifest.columns[field].entries_before(shard):
                 write_all(files.open(name), memoryview(data), first)
             files.sync()
-            self.record([number], sign=1)
+            self.record([field_shard], sign=1)
 
-    def damaged_chunks(self, number: int, advance: Callable[[int], None]) -> list[Chunk]:
+    def damaged_chunks(self, field_shard: int, advance: Callable[[int], None]) -> list[Chunk]:
         """Return the chunks of a shard, here or on the server, that don't match their checksums."""
 
         def receive(file: str, start: int, data: bytes) -> None:
             advance(len(data))
 
-        is_here = self._is_here(number)
-        chunks = self._chunks(number)
-        damaged = [chunk for chunk in chunks if not self._is_intact(number, chunk, receive)]
+        is_here = self._is_here(field_shard)
+        chunks = self._chunks(field_shard)
+        damaged = [chunk for chunk in chunks if not self._is_intact(field_shard, chunk, receive)]
         if is_here and damaged:
-            self.record([number], sign=0)
+            self.record([field_shard], sign=0)
         return damaged
 
     def read_index(self, field: int) -> Integers:
         """Read the index of a field whose rows differ in length, int64, and check its checksums."""
         column = self.manifest.columns[field]
-        assert isinstance(column, RaggedColumn)
+        assert isinstance(column, VariableColumn)
 
         index = bytearray(column.file_bytes[column.index_name])
 
         def receive(file: str, start: int, data: bytes) -> None:
             index[start : start + len(data)] = data
 
-        def read(number: int) -> None:
-            for chunk in self._chunks(number):
+        def read(field_shard: int) -> None:
+            for chunk in self._chunks(field_shard):
                 if chunk.file == column.index_name:
-                    self._read_intact(number, chunk, receive)
+                    self._read_intact(field_shard, chunk, receive)
 
-        numbers = self.numbers([field], range(self.manifest.num_shards))
+        field_shards = self.field_shards([field], range(self.manifest.num_shards))
         with start_threads(_NUM_THREADS) as pool:
-            list(pool.map(read, numbers.tolist()))
+            list(pool.map(read, field_shards.tolist()))
         return np.frombuffer(index, np.int64)
 
     def _read_intact(
-        self, number: int, chunk: Chunk, receive: Callable[[str, int, bytes], None]
+        self, field_shard: int, chunk: Chunk, receive: Callable[[str, int, bytes], None]
     ) -> None:
         """Read a chunk. Try twice, because the bytes may have been changed by the network."""
-        if not any(self._is_intact(number, chunk, receive) for _ in range(2)):
-            raise self._damaged(number)
+        if not any(self._is_intact(field_shard, chunk, receive) for _ in range(2)):
+            raise self._damaged(field_shard)
 
-    def _chunks(self, number: int) -> list[Chunk]:
-        field, shard = divmod(number, self.manifest.num_shards)
+    def _chunks(self, field_shard: int) -> list[Chunk]:
+        field, shard = divmod(field_shard, self.manifest.num_shards)
         return self.manifest.chunks[field].of_shard(shard)
 
-    def _is_here(self, number: int) -> bool:
-        return bool(self.records(number, 1)[0] > 0)
+    def _is_here(self, field_shard: int) -> bool:
+        return bool(self.records(field_shard, 1)[0] > 0)
 
     def _is_intact(
-        self, number: int, chunk: Chunk, receive: Callable[[str, int, bytes], None]
+        self, field_shard: int, chunk: Chunk, receive: Callable[[str, int, bytes], None]
     ) -> bool:
         """Compare a chunk with its checksum. Raises if the store on the server was replaced.
 
         Args:
-            number: The number of the shard.
+            field_shard: The shard of a field.
             chunk: The chunk.
             receive: Called with the file, the first byte and the data of each read.
         """
         digest = xxhash.xxh3_64()
-        is_here = self._is_here(number)
+        is_here = self._is_here(field_shard)
         for start in range(chunk.start, chunk.stop, _READ_BYTES):
             data = self._read(chunk.file, start, min(start + _READ_BYTES, chunk.stop), is_here)
             digest.update(data)
@@ -265,9 +267,9 @@ class RemoteShards:
             pass
         return StoreError(f"the store at {url} was replaced: open it again")
 
-    def _damaged(self, number: int) -> MemmapError:
+    def _damaged(self, field_shard: int) -> MemmapError:
         """Make the error for a shard that doesn't match its checksum."""
-        field, shard = divmod(number, self.manifest.num_shards)
+        field, shard = divmod(field_shard, self.manifest.num_shards)
         return self.changed() or StoreError(
             f"the store at {self.files.url} is damaged: field"
             f" {self.manifest.columns[field].field.name!r}, shard {shard} doesn't match its"

@@ -14,7 +14,13 @@ from msgspec.structs import replace
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.store.building import allocate_files
-from lightning_memmap.store.directory import KEY, StoreDirectory, check_free, is_store, remove_tree
+from lightning_memmap.store.directory import (
+    DRAFT,
+    StoreDirectory,
+    check_store_path,
+    is_store,
+    remove_tree,
+)
 from lightning_memmap.store.files import TEMPORARY, is_there, read_plain
 from lightning_memmap.store.manifest import (
     FORMAT,
@@ -133,7 +139,7 @@ def pull_store(
     target = StoreDirectory(store_directory(path))
     files = RemoteFiles(_check_url(url))
     manifest = read_manifest(files)
-    check_free(target.path, "path")
+    check_store_path(target.path, "path")
     with target.locked():
         before = None
         if is_store(target.path):
@@ -147,8 +153,8 @@ def pull_store(
             )
         generation = _begin(target, manifest, copy_name(manifest, before))
         shards = RemoteShards(files, manifest, generation)
-        numbers = shards.numbers(range(len(manifest.columns)), range(manifest.num_shards))
-        shards.fetch(shards.missing(numbers), "pulling", hidden=not progress)
+        field_shards = shards.field_shards(range(len(manifest.columns)), range(manifest.num_shards))
+        shards.fetch(shards.missing(field_shards), "pulling", hidden=not progress)
         target.commit(replace(manifest, generation=generation.name))
     return open_directory(target.path)
 
@@ -184,13 +190,13 @@ def _remove_replaced(remote: RemoteFiles, generation: str) -> None:
 def _begin(target: StoreDirectory, manifest: Manifest, name: str) -> Path:
     """Return the generation of an interrupted pull of the same store, or create one."""
     generation = target.path / name
-    key = manifest.encode()
-    for unfinished in target.unfinished(KEY):
-        if unfinished == generation and read_plain(unfinished / KEY, len(key) + 1) == key:
+    draft = manifest.encode()
+    for unfinished in target.unfinished(DRAFT):
+        if unfinished == generation and read_plain(unfinished / DRAFT, len(draft) + 1) == draft:
             return generation
         remove_tree(unfinished)
     target.begin(name)
     allocate_files(generation, manifest.columns, target.path)
     make_records(generation, manifest)
-    manifest.write(generation, KEY)  # Written last: all other files exist.
+    manifest.write(generation, DRAFT)  # Written last: all other files exist.
     return generation

@@ -40,7 +40,7 @@ from lightning_memmap.store.sources.arrow_rows import (
     to_takeable,
 )
 from lightning_memmap.store.sources.column import TableColumn, split_by_group
-from lightning_memmap.store.workers import RowNumbers
+from lightning_memmap.store.workers import RowIndices
 
 #: Formats of Hugging Face whose samples have the values of the table, in types of Python, numpy or
 #: torch.
@@ -71,12 +71,12 @@ class ArrowColumn(TableColumn):
     def find_facts(self) -> ArrowFacts:
         return find_facts(self.column)
 
-    def take(self, rows: RowNumbers) -> Any:
+    def take(self, rows: RowIndices) -> Any:
         """Return rows as an Arrow column."""
         return take_column_rows(self.column, rows)
 
     @override
-    def rows(self, rows: RowNumbers) -> Branch:
+    def rows(self, rows: RowIndices) -> Branch:
         return ArrowRows(self.take(rows))
 
 
@@ -214,7 +214,7 @@ class GroupedColumn(ArrowColumn):
         return group_of(np.diff(stops, prepend=0))
 
     @override
-    def take(self, rows: RowNumbers) -> Any:
+    def take(self, rows: RowIndices) -> Any:
         parts, inverse = split_by_group(rows, self._groups.stops)
         column = concatenate_columns(
             take_column_rows(self._groups.read_cached(group, self.name), group_rows)
@@ -369,7 +369,7 @@ class HuggingFaceColumn(TableColumn):
         return find_facts(self._table.data.column(0), rows)
 
     @override
-    def rows(self, rows: RowNumbers) -> Branch:
+    def rows(self, rows: RowIndices) -> Branch:
         index = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
         return ArrowRows(self._table[index].column(0), are_python=True)
 
@@ -391,10 +391,10 @@ def _is_stored_as_is(feature: Any) -> bool:
     """Return whether samples have the texts and numbers of the table, without decoding."""
     if isinstance(feature, dict):
         return all(map(_is_stored_as_is, feature.values()))
-    kind = type(feature).__name__
-    if kind in ("List", "LargeList", "Sequence"):
+    feature_type = type(feature).__name__
+    if feature_type in ("List", "LargeList", "Sequence"):
         return _is_stored_as_is(feature.feature)
-    return kind in ("Value", "ClassLabel")
+    return feature_type in ("Value", "ClassLabel")
 
 
 def table_columns(dataset: Any) -> dict[str, list[TableColumn]] | None:

@@ -183,19 +183,20 @@ class ArrowInference:
 def find_facts(column: Any, rows: Integers | None = None) -> ArrowFacts:
     """Find the facts about a chunked column, or about some of its rows."""
     num_rows = len(column) if rows is None else len(rows)
-    kind = column.type
-    if pa.types.is_nested(kind) or isinstance(kind, pa.BaseExtensionType) or _hides_nulls(column):
+    arrow_type = column.type
+    is_extension = isinstance(arrow_type, pa.BaseExtensionType)
+    if pa.types.is_nested(arrow_type) or is_extension or _hides_nulls(column):
         starts = range(0, num_rows, _BLOCK_ROWS)
         spans = (range(start, min(start + _BLOCK_ROWS, num_rows)) for start in starts)
         blocks = (span if rows is None else rows[span.start : span.stop] for span in spans)
         facts = merge_facts(_array_facts(take_column_rows(column, block)) for block in blocks)
-        is_fixed = isinstance(kind, pa.FixedShapeTensorType)
-        return facts._replace(shape=tuple(kind.shape)) if is_fixed else facts
+        is_fixed = isinstance(arrow_type, pa.FixedShapeTensorType)
+        return facts._replace(shape=tuple(arrow_type.shape)) if is_fixed else facts
     if rows is None:
         num_nulls = column.null_count
     else:
         num_nulls = num_rows - int(column.is_valid().to_numpy()[rows].sum())
-    value_type = kind.value_type if pa.types.is_dictionary(kind) else kind
+    value_type = arrow_type.value_type if pa.types.is_dictionary(arrow_type) else arrow_type
     return ArrowFacts(value_type, num_nulls < num_rows, num_nulls > 0)
 
 

@@ -15,7 +15,7 @@ from lightning_memmap.schema.fields import TO_NUMPY, Field, Values
 from lightning_memmap.schema.kinds import Bytes, Duration, Text
 from lightning_memmap.schema.stack import Branch, as_tensor, as_values, lists_as_values
 from lightning_memmap.schema.structure import Node, Path
-from lightning_memmap.store.workers import RowNumbers
+from lightning_memmap.store.workers import RowIndices
 
 _VIEWS = (pa.ListViewType, pa.LargeListViewType)
 _LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, *_VIEWS)
@@ -311,7 +311,7 @@ def cast_column(column: Any, arrow_type: Any) -> Any:
     return pa.chunked_array(chunks, arrow_type)
 
 
-def take_column_rows(column: Any, rows: RowNumbers) -> Any:
+def take_column_rows(column: Any, rows: RowIndices) -> Any:
     """Return rows of a chunked column, without a copy for a range."""
     if isinstance(rows, range):
         return column.slice(rows.start, len(rows))

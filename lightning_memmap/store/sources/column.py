@@ -8,7 +8,7 @@ import numpy as np
 
 from lightning_memmap.integers import Integers
 from lightning_memmap.schema.stack import Branch
-from lightning_memmap.store.workers import RowNumbers
+from lightning_memmap.store.workers import RowIndices
 
 if TYPE_CHECKING:
     from lightning_memmap.store.sources.arrow_facts import ArrowFacts
@@ -25,7 +25,7 @@ class TableColumn(ABC):
     has_nan = False
 
     @abstractmethod
-    def rows(self, rows: RowNumbers) -> Branch:
+    def rows(self, rows: RowIndices) -> Branch:
         """Read rows."""
 
     @abstractmethod
@@ -37,15 +37,15 @@ class TableColumn(ABC):
         return None
 
 
-def simplify_rows(rows: Integers) -> RowNumbers:
+def simplify_rows(rows: Integers) -> RowIndices:
     """Return consecutive rows as a range, which is read without a copy; other rows unchanged."""
     is_range = len(rows) > 0 and bool((np.diff(rows) == 1).all())
     return range(int(rows[0]), int(rows[-1]) + 1) if is_range else rows
 
 
 def split_by_group(
-    rows: RowNumbers, stops: Integers
-) -> tuple[list[tuple[int, RowNumbers]], Integers | None]:
+    rows: RowIndices, stops: Integers
+) -> tuple[list[tuple[int, RowIndices]], Integers | None]:
     """Split rows by the group that holds them.
 
     With groups that stop at rows 3 and 5, the rows [4, 0, 3] are row 0 of group 0, and rows 1 and 0

@@ -24,6 +24,8 @@ _LAZY_METHODS = {
     ("pyarrow", "Scanner"): "to_table",
     ("duckdb", "DuckDBPyRelation"): "to_arrow_table",
 }
+#: The methods by which tables and columns are passed to other libraries.
+_ARROW_PROTOCOL = ("__arrow_c_stream__", "__arrow_c_array__")
 _LIBRARIES = ("pandas", "polars", "pyarrow", "datasets")
 #: The columns in which pandas writes the index of a DataFrame.
 _PANDAS_INDEX = re.compile(r"__index_level_\d+__")
@@ -165,7 +167,7 @@ def _to_positional(name: str, column: Any) -> Any:
             f"column {name!r}: found Python objects: convert them to a type of polars, such as"
             " String or List"
         )
-    if hasattr(column, "__arrow_c_stream__") or hasattr(column, "__arrow_c_array__"):
+    if any(map(partial(hasattr, column), _ARROW_PROTOCOL)):
         return _arrow_or_numpy(name, column)
     # A Series of a library such as Modin has iloc too.
     return np.asarray(column) if hasattr(column, "iloc") else column
@@ -228,7 +230,7 @@ def is_array_like(value: Any) -> bool:
 
 def _class_names(value: Any) -> list[tuple[str, str]]:
     """Return the library and name of the class of a value, and of its base classes."""
-    return [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(value).__mro__]
+    return [(base.__module__.partition(".")[0], base.__name__) for base in type(value).__mro__]
 
 
 def _library_of(value: Any) -> str:
@@ -241,40 +243,42 @@ def _lazy_method(value: Any) -> str | None:
 
 def is_frame(value: Any) -> bool:
     """Return whether a value is a table, lazy ones included."""
-    kind = type(value)  # Reading a property of the instance may be costly.
-    has_columns = hasattr(kind, "columns") or hasattr(kind, "schema")
-    is_arrow = hasattr(kind, "__arrow_c_stream__") or hasattr(kind, "__arrow_c_array__")
+    python_type = type(value)  # Reading a property of the instance may be costly.
+    has_columns = hasattr(python_type, "columns") or hasattr(python_type, "schema")
+    is_arrow = any(map(partial(hasattr, python_type), _ARROW_PROTOCOL))
     return (has_columns and is_arrow) or _lazy_method(value) is not None
 
 
 def is_hugging_face(dataset: Any) -> bool:
     """Return whether the class of a dataset is exactly ``datasets.Dataset``."""
-    kind = type(dataset)
-    return kind.__module__ == "datasets.arrow_dataset" and kind.__name__ == "Dataset"
+    python_type = type(dataset)
+    return python_type.__module__ == "datasets.arrow_dataset" and python_type.__name__ == "Dataset"
 
 
 def is_dict_of_splits(value: Any) -> bool:
     """Return whether a value is a ``DatasetDict`` of Hugging Face, with a dataset per split."""
-    kinds = ("DatasetDict", "IterableDatasetDict")
-    return isinstance(value, dict) and any(kind.__name__ in kinds for kind in type(value).__mro__)
+    names = {base.__name__ for base in type(value).__mro__}
+    return isinstance(value, dict) and not names.isdisjoint({"DatasetDict", "IterableDatasetDict"})
 
 
 def explain_non_dataset(value: Any) -> str | None:
     """Return why a value isn't a dataset, and what to pass instead; None if it may be one."""
-    kind = type(value).__name__
+    type_name = type(value).__name__
     if is_dict_of_splits(value):
-        return f"a {kind} has a dataset per split: choose one of the splits {list(value)}"
+        return f"a {type_name} has a dataset per split: choose one of the splits {list(value)}"
     names = list(value) if isinstance(value, dict) else []
     is_dict = bool(names) and all(isinstance(name, str) for name in names)
     if is_dict or is_frame(value):
-        return f"a {kind} has columns, not rows: wrap it in lightning_memmap.ColumnDataset(...)"
+        return (
+            f"a {type_name} has columns, not rows: wrap it in lightning_memmap.ColumnDataset(...)"
+        )
     if inspect.isgeneratorfunction(value):
         return f"{value.__name__} is a generator function: call it, and pass what it returns"
     if isinstance(value, type):
         return f"{value.__name__} is a class: pass an instance"
     if is_array_like(value) and not hasattr(type(value), "__len__"):  # Such as an array of zarr.
         return (
-            f"{with_article(kind)} has no length: wrap it in"
+            f"{with_article(type_name)} has no length: wrap it in"
             " lightning_memmap.ColumnDataset({'x': array})"
         )
     return None

@@ -37,7 +37,7 @@ from lightning_memmap.store.sources.column_dataset import (
     is_hugging_face,
 )
 from lightning_memmap.store.sources.stream import Spool
-from lightning_memmap.store.workers import RowNumbers
+from lightning_memmap.store.workers import RowIndices
 from lightning_memmap.tensordict_types import is_exactly
 
 _MEMORY_TYPES = {Tensor, Parameter, np.ndarray, np.memmap}
@@ -53,7 +53,7 @@ class Source:
     """The rows of a dataset."""
 
     #: Reads rows, as one value per field.
-    read: Callable[[RowNumbers], list[Values]]
+    read: Callable[[RowIndices], list[Values]]
     #: Returns the row group of each row, int64, if files are read one row group at a time.
     row_groups: Callable[[], Integers | None] = lambda: None
     #: Whether rows are sliced, instead of read item by item.
@@ -75,7 +75,7 @@ def make_source(dataset: Any, schema: Schema, row_bytes: int = 1) -> Source:
     step = choose_block_rows(row_bytes)
     reader = SampleReader(dataset, schema)
 
-    def read_items(rows: RowNumbers) -> list[Values]:
+    def read_items(rows: RowIndices) -> list[Values]:
         blocks = (rows[start : start + step] for start in range(0, len(rows), step))
         return join_values(list(map(reader.read, blocks)))
 
@@ -86,7 +86,7 @@ def make_source(dataset: Any, schema: Schema, row_bytes: int = 1) -> Source:
     if sliced is None:
         return Source(read_items, is_sliced=False)
 
-    def read(rows: RowNumbers) -> list[Values]:
+    def read(rows: RowIndices) -> list[Values]:
         with suppress(SchemaError):  # Reading item by item raises it too, with the row.
             fields = sliced.read(rows)
             if all(values.num_rows == len(rows) for values in fields):
@@ -115,7 +115,7 @@ def concatenate_sources(sources: Sequence[Source], sizes: Sequence[int]) -> Sour
     """
     stops = np.cumsum(sizes, dtype=np.int64)
 
-    def read(rows: RowNumbers) -> list[Values]:
+    def read(rows: RowIndices) -> list[Values]:
         parts, inverse = split_by_group(rows, stops)
         return join_values([sources[k].read(source_rows) for k, source_rows in parts], inverse)
 
@@ -171,7 +171,7 @@ def _make_columns_source(dataset: Any, node: Node) -> Source | None:
             return None
         sources.append(source)
 
-    def read(rows: RowNumbers) -> list[Values]:
+    def read(rows: RowIndices) -> list[Values]:
         return [values for source in sources for values in source.read(rows)]
 
     def row_groups() -> Integers | None:
@@ -218,7 +218,7 @@ def _make_subset_source(dataset: Any, node: Node) -> Source | None:
     if (source := _make_sliced_source(dataset.dataset, node)) is None:
         return None
 
-    def read(rows: RowNumbers) -> list[Values]:
+    def read(rows: RowIndices) -> list[Values]:
         index = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
         return source.read(simplify_rows(inner_rows[index]))
 
@@ -244,7 +244,7 @@ class _ArrayRows(Branch):
         return as_values(field, self.rows)
 
 
-def _slice_array(array: Any, rows: RowNumbers) -> Branch:
+def _slice_array(array: Any, rows: RowIndices) -> Branch:
     """Read rows of a tensor or array in memory, or of an array in a file."""
     is_memory = _is_in_memory(array)
     if isinstance(rows, range):
@@ -276,7 +276,7 @@ def _take_from_file(array: Any, rows: Integers) -> np.ndarray:
 
 
 def _read_column(
-    read_rows: Callable[[RowNumbers], Branch], node: Node, rows: RowNumbers
+    read_rows: Callable[[RowIndices], Branch], node: Node, rows: RowIndices
 ) -> list[Values]:
     """Read rows of one column as one value per field, and name the rows in errors."""
     try:

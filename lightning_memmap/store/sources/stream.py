@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset
 from lightning_memmap.errors import DatasetError, describe_error
 from lightning_memmap.schema.fields import Values, join_values
 from lightning_memmap.schema.forms import Declared
-from lightning_memmap.schema.held import copy_sample
+from lightning_memmap.schema.shared_memory import copy_sample
 from lightning_memmap.schema.stack import as_tensor
 from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.progress import Advance
@@ -33,19 +33,19 @@ from lightning_memmap.store.samples import (
     stack_rows,
 )
 from lightning_memmap.store.sources.column import split_by_group
-from lightning_memmap.store.workers import RowNumbers
+from lightning_memmap.store.workers import RowIndices
 
 
-def is_stream(dataset: Any) -> bool:
+def is_iterable_only(dataset: Any) -> bool:
     """Return whether a dataset is an ``IterableDataset``, a generator or another iterable."""
-    kind = type(dataset)
-    is_iterable = hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__")
+    python_type = type(dataset)
+    is_iterable = hasattr(python_type, "__iter__") and not hasattr(python_type, "__getitem__")
     return isinstance(dataset, IterableDataset) or is_iterable
 
 
 def is_read_once(dataset: Any) -> bool:
     """Return whether a dataset yields its rows only once, like a generator."""
-    return is_stream(dataset) and hasattr(type(dataset), "__next__")
+    return is_iterable_only(dataset) and hasattr(type(dataset), "__next__")
 
 
 def iterate_samples(stream: Any) -> Iterator[Any]:
@@ -92,7 +92,7 @@ class Spool:
         """Bytes of a row, on average."""
         return self._offsets[-1] // len(self)
 
-    def read(self, rows: RowNumbers) -> list[Values]:
+    def read(self, rows: RowIndices) -> list[Values]:
         """Read rows; see `lightning_memmap.store.sources.Source`."""
         blocks, back = split_by_group(rows, np.array(self._starts[1:]))
         values = [[field.take(rows) for field in self._block(index)] for index, rows in blocks]

@@ -84,18 +84,19 @@ class _TarSamples:
         return sample
 
     def _decode(self, tar: str, key: str, ending: str, data: bytes) -> Any:
-        kind = ending.rpartition(".")[2]
+        extension = ending.rpartition(".")[2]
         where = f"{tar}: '{key}.{ending}'"
-        if kind in _PICKLES:
+        if extension in _PICKLES:
             raise DatasetError(
-                f"{where}: a .{kind} file is unpickled, which can run any code, and is never read:"
-                " write the values as .npy or .json, or name the members to read with fields={...}"
+                f"{where}: a .{extension} file is unpickled, which can run any code, and is never"
+                " read: write the values as .npy or .json, or name the members to read with"
+                " fields={...}"
             )
         try:
-            if kind in _IMAGES and self.mode is not None:
+            if extension in _IMAGES and self.mode is not None:
                 pixels = decode_image(data, self.mode, self.size)
                 return torch.from_numpy(np.array(pixels, order="C"))
-            return _READERS.get(kind, bytes)(data)
+            return _READERS.get(extension, bytes)(data)
         except Exception as error:
             raise DatasetError(f"{where} cannot be read: {describe_error(error)}") from None
 

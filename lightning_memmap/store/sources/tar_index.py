@@ -156,8 +156,8 @@ def _scan(tar: str, path: str, state: tuple[int, int], advance: Callable[[int], 
     done = 0
     for key, group in group_members(tar, iterate_headers(tar, state[0]), lambda _, member: member):
         for ending, member in group.items():
-            number = endings.setdefault(ending, len(endings))
-            members.append((number, member.offset_data, member.size))
+            ending_index = endings.setdefault(ending, len(endings))
+            members.append((ending_index, member.offset_data, member.size))
             advance(member.offset_data + member.size - done)
             done = member.offset_data + member.size
         keys += key.encode("utf-8", "surrogateescape")
@@ -292,10 +292,10 @@ class TarIndices:
 
     def read(self, row: int, is_used: Callable[[str], bool]) -> tuple[str, str, dict[str, bytes]]:
         """Return the tar file and the key of a sample, and its members with the endings in use."""
-        number = int(np.searchsorted(self._stops, row, side="right"))
-        index = self._indices[number]
-        tar = self._tars[number]
-        key, members = index.sample(row - int(self._stops[number]) + index.num_samples)
+        tar_index = int(np.searchsorted(self._stops, row, side="right"))
+        index = self._indices[tar_index]
+        tar = self._tars[tar_index]
+        key, members = index.sample(row - int(self._stops[tar_index]) + index.num_samples)
         sample = dict[str, bytes]()
         try:
             with closing(open(tar, "rb", buffering=0)) as file:
@@ -303,8 +303,8 @@ class TarIndices:
                     raise DatasetError(
                         f"{tar} has changed since it was indexed: create the dataset again"
                     )
-                for ending_number, offset, num_bytes in members:
-                    ending = index.endings[ending_number]
+                for ending_index, offset, num_bytes in members:
+                    ending = index.endings[ending_index]
                     name = f"{key}.{ending}"
                     if not is_used(ending):
                         continue

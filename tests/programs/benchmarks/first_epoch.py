@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.store.directory import SERVING
+from lightning_memmap.store.directory import REQUESTS
 
 BATCH = 64
 #: What is done with each batch.
@@ -112,7 +112,7 @@ def measure(dataset: Photographs, workers: int, use: Use, stores: Path) -> dict[
     found |= {"first epoch, first batch (s)": first, "first epoch (rows/s)": rows / seconds}
     found |= later_epoch(batches, use, "second epoch")
     # Until the store is durable.
-    while any(stores.rglob(SERVING)):
+    while any(stores.rglob(REQUESTS)):
         sleep(0.01)
     found |= later_epoch(batches, use, "next epoch, durable")
     data.teardown()

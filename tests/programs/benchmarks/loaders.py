@@ -13,7 +13,7 @@ from lightning_memmap.sampling import ShuffledSampler
 from lightning_memmap.sampling.schedule import default_block
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store
-from lightning_memmap.store.series import windowed
+from lightning_memmap.store.series import cut_into_windows
 
 
 def make_loader(
@@ -37,7 +37,7 @@ def make_loader(
         **options: As for `SuperBatchLoader`.
     """
     topology = DataTopology(tuple(devices))
-    chosen = windowed(store, store.rows(), windows)
+    chosen = cut_into_windows(store, store.rows(), windows)
     pool = make_pool("train", chosen, store.num_shards, topology)
     if window is None and residency == "stream":
         row_bytes = store.manifest.row_bytes * store.num_rows / chosen.num_rows

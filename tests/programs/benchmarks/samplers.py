@@ -36,7 +36,7 @@ from lightning_memmap.sampling import (
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import ColumnDataset, Store, build_store
 from lightning_memmap.store.joined import JoinedStore
-from lightning_memmap.store.series import windowed
+from lightning_memmap.store.series import cut_into_windows
 
 CPU = torch.device("cpu")
 #: Of the two stores of a mixture, each with half of the rows.
@@ -55,7 +55,7 @@ def make_loader(
     """A loader over the file mapping."""
     topology = DataTopology((CPU,), assemble_on=CPU)
     subset = None if split is None else split.subset("train", 0, store)
-    rows = windowed(store, store.rows(subset), windows)
+    rows = cut_into_windows(store, store.rows(subset), windows)
     pool = make_pool("train", rows, store.num_shards, topology)
     size = SplitShards.of(order(pool), store.manifest, topology)
     placement = plan_placement({"train": size}, topology, "mmap", budget_bytes={CPU: 2**40})

@@ -220,14 +220,14 @@ _SCHEMA = [
         ),
     ),
     Fault(
-        "schema/held.py",
+        "schema/shared_memory.py",
         "views of one buffer are not recognised",
         "self.is_shared = not are_distinct or self._overlap(mutable.pop(), compared)",
         "self.is_shared = not are_distinct",
         ("tests/store/test_reused_buffers.py::test_map_style_rows_are_those_that_were_given",),
     ),
     Fault(
-        "schema/held.py",
+        "schema/shared_memory.py",
         "only arrays that all overlap are recognised",
         "return bool((stops[order][:-1] > starts[order][1:]).any())",
         "return bool((stops[order][:-1] > starts[order][1:]).all())",
@@ -265,8 +265,8 @@ _STORE = [
     Fault(
         "store/directory.py",
         "the parts of an unfinished build are removed as left-overs",
-        "elif not any(is_there(path / key) for key in (KEY, PARTS)):",
-        "elif not is_there(path / KEY):",
+        "elif not any(is_there(path / name) for name in (DRAFT, PARTS_DRAFT)):",
+        "elif not is_there(path / DRAFT):",
         ("tests/store/test_parts.py::test_store_of_parts_is_that_of_one_process_byte_for_byte",),
     ),
     Fault(
@@ -281,7 +281,7 @@ _STORE = [
     Fault(
         "store/journal.py",
         "rows that were written and not synced count as stored",
-        "for rows_written in self._where(WRITTEN) if num_bytes else ():",
+        "for rows_written in self._ranges(WRITTEN) if num_bytes else ():",
         "for rows_written in ():",
         ("tests/store/test_crash.py::test_build_resumed_after_a_kill_reads_only_what_is_missing",),
     ),
@@ -311,7 +311,7 @@ _STORE = [
     Fault(
         "store/build.py",
         "the old rows are copied without their checksums",
-        "store.check_bytes(request.show, num_threads=max(2, num_workers))",
+        "store.check_bytes(spec.show, num_threads=max(2, num_workers))",
         "pass",
         ("tests/contract/store/test_append.py::test_damaged_store_is_not_appended_to",),
     ),
@@ -334,8 +334,8 @@ _STORE = [
     Fault(
         "store/columns.py",
         "a shard's index begins after its first row",
-        "end = np.int64(sum(self.shard_items[:shard]))",
-        "end = np.int64(sum(self.shard_items[: shard + 1]))",
+        "stop = np.int64(sum(self.shard_items[:shard]))",
+        "stop = np.int64(sum(self.shard_items[: shard + 1]))",
         (
             "tests/store/remote/test_shards.py::test_shards_that_were_fetched_give_their_rows_whatever_else_is_missing",
             "tests/store/remote/test_shards.py::test_row_of_a_url_fetches_its_shard_alone_and_once",
@@ -344,7 +344,7 @@ _STORE = [
     Fault(
         "store/columns.py",
         "the index begins anew with each block of rows",
-        "packed[:, 0] += end",
+        "index[:, 0] += num_items",
         "pass",
         ("tests/store/test_variable.py::test_index_of_many_rows_is_written_block_by_block",),
     ),
@@ -381,8 +381,8 @@ _STORE = [
     Fault(
         "store/growing.py",
         "a reader does not wait for all of its rows",
-        "bool(self.present.take(rows).all())",
-        "bool(self.present.take(rows).any())",
+        "bool(self.is_written.take(rows).all())",
+        "bool(self.is_written.take(rows).any())",
         (
             "tests/store/test_growing.py::test_rows_of_stores_of_which_one_is_being_built_are_those_of_the_whole_ones",
         ),

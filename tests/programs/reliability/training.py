@@ -129,7 +129,7 @@ def kill(
     # Ranks that have not met yet wait for each other as long as torch lets them.
     while not (begun or any(rank.ended_within(0.002) for rank in ranks)):
         with suppress(FileNotFoundError):  # The store has just been committed.
-            found = (directory / "stores").rglob("g-*/serving")
+            found = (directory / "stores").rglob("g-*/requests")
             begun = any(path.stat().st_ctime > started for path in found)
     delay_s = rng.uniform(0.0, _EPOCH_S)
     killed = begun and not ranks[0].ended_within(delay_s)

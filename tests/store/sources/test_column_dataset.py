@@ -556,6 +556,21 @@ def test_hugging_face_text_in_a_format_is_what_samples_have(tmp_path: Path) -> N
     assert_same_store(build(tmp_path / "s", dataset), build(tmp_path / "t", Wrapped(dataset)))
 
 
+def test_hugging_face_dtype_is_what_a_single_sample_has(tmp_path: Path) -> None:
+    data = {"label": list(range(50)), "x": [[row, 1.0] for row in range(50)]}
+    dataset = import_module("datasets").Dataset.from_dict(data)
+    dataset = dataset.with_format("numpy", dtype=np.int32)
+    # Read with others, a label has the dtype of the format, and alone it has not.
+    assert dataset[3]["label"].dtype == np.int64
+    assert dataset.__getitems__([3, 4])[0]["label"].dtype == np.int32
+    store = build(tmp_path / "s", dataset)
+    assert {field.name: str(field) for field in store.schema.fields} == {
+        "label": "int64 ()",
+        "x": "int32 (2,)",
+    }
+    assert_same_store(store, build(tmp_path / "t", Wrapped(dataset)))
+
+
 # Other builds of the same dataset
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_memmap.store.building import describe_unfinished_build
-from lightning_memmap.store.directory import KEY, PARTS, StoreDirectory
+from lightning_memmap.store.directory import DRAFT, PARTS_DRAFT, StoreDirectory
 from lightning_memmap.store.manifest import MANIFEST, Manifest
 
 
@@ -31,7 +31,7 @@ def is_empty(path: Path) -> bool:
 
 def building_path(path: Path) -> Path:
     """The generation of the one unfinished build of one process."""
-    (found,) = StoreDirectory(path).unfinished(KEY)
+    (found,) = StoreDirectory(path).unfinished(DRAFT)
     return found
 
 
@@ -43,7 +43,7 @@ def rows_there(path: Path) -> int:
 
 def parts_path(path: Path) -> Path:
     """The generation of the one unfinished build in parts."""
-    (found,) = StoreDirectory(path).unfinished(PARTS)
+    (found,) = StoreDirectory(path).unfinished(PARTS_DRAFT)
     return found
 
 

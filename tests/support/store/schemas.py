@@ -7,7 +7,7 @@ import msgspec
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema.fields import dtype_name
 from lightning_memmap.schema.schema import Schema
-from lightning_memmap.schema.spec import check_schema, read_dtype
+from lightning_memmap.schema.validation import check_schema, read_dtype
 
 
 def to_json(schema: Schema) -> Any:

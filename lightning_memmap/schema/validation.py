@@ -36,9 +36,9 @@ def check_schema(schema: Schema) -> None:
         raise SchemaError(f"{len(schema.fields)} fields: a store has 1 to {MAX_FIELDS}")
 
 
-def read_dtype(kind: type, value: Any) -> torch.dtype:
-    """Return the dtype with a name. Called by msgspec for values of type ``kind``."""
-    assert kind is torch.dtype
+def read_dtype(python_type: type, value: Any) -> torch.dtype:
+    """Return the dtype with a name. Called by msgspec for values of type ``python_type``."""
+    assert python_type is torch.dtype
     if not isinstance(value, str) or value not in DTYPES:
         raise ValueError(f"unknown dtype {short_repr(value)}; known: {', '.join(DTYPES)}")
     return DTYPES[value]

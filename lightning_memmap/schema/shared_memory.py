@@ -22,21 +22,21 @@ _IMMUTABLE = {int, float, complex, bool, str, bytes, type(None), *np.sctypeDict.
 
 def copy_sample(sample: Any) -> Any:
     """Copy the containers, tensors, arrays and images of a sample."""
-    kind: Any = type(sample)
+    python_type: Any = type(sample)
     # A fast path for the most common types.
-    if kind in _IMMUTABLE:
+    if python_type in _IMMUTABLE:
         return sample
-    if kind is dict:
+    if python_type is dict:
         return {k: v if type(v) in _IMMUTABLE else copy_sample(v) for k, v in sample.items()}
-    if kind is tuple or kind is list:
-        return kind([v if type(v) in _IMMUTABLE else copy_sample(v) for v in sample])
-    if kind is np.ndarray:
+    if python_type is tuple or python_type is list:
+        return python_type([v if type(v) in _IMMUTABLE else copy_sample(v) for v in sample])
+    if python_type is np.ndarray:
         return sample.copy()
     if isinstance(sample, list):
         return [copy_sample(value) for value in sample]
     if isinstance(sample, tuple):
         values = [copy_sample(value) for value in sample]
-        return kind._make(values) if hasattr(kind, "_fields") else tuple(values)
+        return python_type._make(values) if hasattr(python_type, "_fields") else tuple(values)
     if isinstance(sample, tensordict_types()) or is_tensorclass(sample):
         return sample.clone()
     if isinstance(sample, Mapping):
@@ -81,24 +81,25 @@ class SharedMemoryCheck:
 
     def compare(self, values: Sequence[Any]) -> None:
         """Set ``is_shared`` if two of the values are the same object, or share memory."""
-        kinds = set(map(type, values))
-        mutable = {kind for kind in kinds - _IMMUTABLE if not issubclass(kind, (tuple, np.generic))}
+        python_types = set(map(type, values))
+        others = python_types - _IMMUTABLE
+        mutable = {other for other in others if not issubclass(other, (tuple, np.generic))}
         if self.is_shared or not mutable:
             return
-        compared = values if mutable == kinds else [v for v in values if type(v) in mutable]
+        compared = values if mutable == python_types else [v for v in values if type(v) in mutable]
         is_one_type = len(mutable) == 1  # The memory of different types is not compared.
         are_distinct = is_one_type and len(set(map(id, compared))) == len(compared)
         self.is_shared = not are_distinct or self._overlap(mutable.pop(), compared)
 
-    def _overlap(self, kind: type, values: Sequence[Any]) -> bool:
-        if issubclass(kind, Tensor):
+    def _overlap(self, python_type: type, values: Sequence[Any]) -> bool:
+        if issubclass(python_type, Tensor):
             if all(map(Tensor.is_contiguous, values)):
                 starts = np.array([tensor.data_ptr() for tensor in values], np.int64)
                 return _are_overlapping(starts, starts + [tensor.nbytes for tensor in values])
             storages = [tensor.untyped_storage() for tensor in values]
             starts = np.array([storage.data_ptr() for storage in storages], np.int64)
             return _are_overlapping(starts, starts + [storage.nbytes() for storage in storages])
-        if issubclass(kind, np.ndarray):
+        if issubclass(python_type, np.ndarray):
             # A view of bytes, such as the pixels of an image, cannot be overwritten.
             views = [v for v in values if not (v.flags.owndata or type(v.base) is bytes)]
             if not (views and self._is_exact):

@@ -1,4 +1,4 @@
-"""A request to build a store: the dataset and the options of the user, checked."""
+"""What a build needs: the dataset and the options of the user, checked."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from torch.utils.data import Subset
 from lightning_memmap.errors import with_article
 from lightning_memmap.sampling.rows import Shards, default_shards
 from lightning_memmap.schema.forms import Declared
-from lightning_memmap.store.directory import StoreDirectory
+from lightning_memmap.store.directory import StoreDirectory, is_store
 from lightning_memmap.store.identity import Fingerprint, check_fingerprint
 from lightning_memmap.store.manifest import Manifest, are_class_names, check_num_shards
 from lightning_memmap.store.paths import store_directory
-from lightning_memmap.store.probes import Probes, read_probes_in_worker
+from lightning_memmap.store.probes import Probes
 from lightning_memmap.store.progress import ShowProgress, show_progress
 from lightning_memmap.store.sources.column_dataset import explain_non_dataset
-from lightning_memmap.store.sources.stream import is_stream
-from lightning_memmap.store.workers import Workers, check_num_workers
+from lightning_memmap.store.sources.stream import is_iterable_only
+from lightning_memmap.store.workers import check_num_workers
 
 
 @dataclass(frozen=True)
-class BuildRequest:
+class BuildSpec:
     """The arguments of a build, checked."""
 
     dataset: Any
@@ -51,9 +51,14 @@ class BuildRequest:
         return StoreDirectory(store_directory(self.path))
 
     @property
-    def is_stream(self) -> bool:
-        """Whether the dataset is iterated over."""
-        return is_stream(self.dataset)
+    def is_built(self) -> bool:
+        """Whether there is a store in the directory, of any dataset."""
+        return is_store(self.directory.path)
+
+    @property
+    def is_iterable_only(self) -> bool:
+        """Whether rows can't be read by index; see `is_iterable_only`."""
+        return is_iterable_only(self.dataset)
 
     def shards(self, num_rows: int) -> Shards:
         """Divide rows into shards."""
@@ -67,32 +72,28 @@ class BuildRequest:
     @cached_property
     def identity(self) -> Fingerprint:
         """The identity of the dataset. Use it before a row is read: a dataset may cache rows."""
-        if not self.is_stream:
+        if not self.is_iterable_only:
             check_length(self.dataset)
         return Fingerprint.of(self.dataset, self.fingerprint)
 
-    def probes(self, workers: Workers) -> Probes:
-        """Read the probe rows."""
-        return read_probes_in_worker(workers, len(self.dataset), self.declared)
-
-    def draft(self, rows: Any, probes: Probes, identity: Fingerprint, **more: str) -> Manifest:
+    def draft(self, num_rows: int, probes: Probes, **more: str) -> Manifest:
         """Make the manifest of the store before a row is written."""
-        shards = self.shards(len(rows))
+        shards = self.shards(num_rows)
         return Manifest.draft(
             shards.num_rows,
             shards.num_shards,
             probes.schema,
             probes=probes.digests,
-            fingerprint=identity,
+            fingerprint=self.identity,
             classes=find_class_names(self.dataset),
-            source={"dataset": get_class_name(self.dataset), **more},
+            source={"dataset": get_type_name(self.dataset), **more},
         )
 
 
-def get_class_name(dataset: Any) -> str:
+def get_type_name(dataset: Any) -> str:
     """Return the qualified class name of a dataset."""
-    kind = type(dataset)
-    return f"{kind.__module__}.{kind.__qualname__}"
+    python_type = type(dataset)
+    return f"{python_type.__module__}.{python_type.__qualname__}"
 
 
 def find_class_names(dataset: Any) -> tuple[str, ...]:
