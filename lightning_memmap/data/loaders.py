@@ -97,11 +97,7 @@ def make_loader(
 
 
 def _counting_options(
-    order: Sampler,
-    set_up: SetUp,
-    options: DataOptions,
-    trainer: L.Trainer | None,
-    strategy: Any,
+    order: Sampler, set_up: SetUp, options: DataOptions, trainer: L.Trainer | None, strategy: Any
 ) -> dict[str, Any]:
     """Return the arguments of a loader that count the items of the loss; none if they are rows."""
     weight = options.weight

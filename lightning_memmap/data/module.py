@@ -51,11 +51,7 @@ from lightning_memmap.loading.batches import BatchLoader
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.placement.plan import Placement
-from lightning_memmap.placement.topology import (
-    DataTopology,
-    find_data_parallel_rank,
-    find_topology,
-)
+from lightning_memmap.placement.topology import DataTopology, find_data_parallel_rank, find_topology
 from lightning_memmap.process_group import leave_group_at_exit
 from lightning_memmap.ranks import check_ranks_match
 from lightning_memmap.sampling.factory import SamplerFactory
@@ -730,11 +726,9 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
 
     def _read_loaders(self, stage: str | None, *, in_advance: bool = False) -> None:
         """Read the loaders of the source for a stage."""
-        if (source := self._source) is None:
-            return
-        if stage is None:
-            stage = self._running
-        self._use(source.read(self.options, stage, self.trainer, in_advance=in_advance))
+        if (source := self._source) is not None:
+            stage = stage or self._running
+            self._use(source.read(self.options, stage, self.trainer, in_advance=in_advance))
 
     def _use(self, options: DataOptions) -> None:
         """Use options that were read from the source, here and for each of several loaders."""

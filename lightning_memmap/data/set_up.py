@@ -72,12 +72,7 @@ class Planner:
         topology = self.topology
         splits = {split: self.plan_split(split, store) for split, store in opened.items()}
         if budget_bytes is None:
-            budget_bytes = compute_budgets(
-                topology.data_devices,
-                options.memory_fraction,
-                topology.num_local_processes,
-                topology.processes_per_device,
-            )
+            budget_bytes = compute_budgets(topology, options.memory_fraction)
         return plan_placement(splits, topology, options.residency, budget_bytes=budget_bytes)
 
     def find_first_rows(self, stores: Mapping[str, Store]) -> dict[str, Integers]:

@@ -16,7 +16,7 @@ from lightning_memmap.store.sources.column_dataset import explain_non_dataset, i
 from lightning_memmap.store.sources.stream import is_iterable_only
 from lightning_memmap.tensordict_types import tensordict_types
 
-#: What the rows of a split are for.
+#: The roles of splits: what their rows are for.
 ROLES = ("train", "val", "test", "predict")
 #: The roles of the splits in each stage of a Trainer.
 ROLES_OF_STAGE = {
@@ -32,7 +32,7 @@ class SplitName(NamedTuple):
     """The two parts of a split's name, such as ``val/clean``."""
 
     role: str
-    name: str  # Of one of several datasets; empty if there is only one.
+    name: str  # The name of one of several datasets; empty if there is only one.
 
     @classmethod
     def parse(cls, split: object) -> "SplitName":

@@ -35,13 +35,9 @@ class PackedSource(RowSource):
         self._source = source
         self.device = source.device
 
-    @property
-    def is_released(self) -> bool:  # type: ignore[override]
-        """Whether the rows were freed."""
-        return self._source.is_released
-
     @override
     def release(self) -> None:
+        super().release()
         self._source.release()
 
     @override
@@ -151,8 +147,8 @@ class PackedCollate:
         for name in layouts:
             schema.check_name("layout", name)
             check_may_have_layout(name, fields.get(name), ())
-        index = {field.name: number for number, field in enumerate(structure.fields)}
-        self._build = make_builder(structure, sample, index)
+        field_indices = {field.name: i for i, field in enumerate(structure.fields)}
+        self._build = make_builder(structure, sample, field_indices)
         self._packs = [
             _packing_of(f, layouts.get(f.name), self._limits, lengths) for f in schema.fields
         ]
@@ -182,10 +178,7 @@ _Pack = Callable[[PackedRows, int], Any]
 
 
 def _packing_of(
-    field: Any,
-    layout: Layout | None,
-    limits: Mapping[str, int],
-    lengths: Callable[[str], Integers],
+    field: Any, layout: Layout | None, limits: Mapping[str, int], lengths: Callable[[str], Integers]
 ) -> _Pack:
     """Decide how the documents of a field are packed."""
     if field.is_text and field.name in limits:

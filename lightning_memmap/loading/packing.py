@@ -151,12 +151,7 @@ class Packing:
         cu_seqlens = self.flat_cu_seqlens()
         # Padding is a sequence too.
         longest = self.length
-        return {
-            "cu_seq_q": cu_seqlens,
-            "cu_seq_k": cu_seqlens,
-            "max_q": longest,
-            "max_k": longest,
-        }
+        return {"cu_seq_q": cu_seqlens, "cu_seq_k": cu_seqlens, "max_q": longest, "max_k": longest}
 
     def document_sums(self, values: Tensor) -> Tensor:
         """Add up the values of the tokens of each document.

@@ -82,9 +82,9 @@ class RowFile:
             return _MAX_BLOCK_BYTES
         return _MIN_BLOCK_BYTES
 
-    def read_items(self, first: int, num_items: int, scratch: memoryview) -> memoryview:
+    def read_items(self, start_item: int, num_items: int, scratch: memoryview) -> memoryview:
         """Read consecutive items into scratch memory, and return the bytes of the items."""
-        start = first * self.item_bytes
+        start = start_item * self.item_bytes
         stop = start + num_items * self.item_bytes
         aligned_start = start // self.block_bytes * self.block_bytes
         self.read_bytes(aligned_start, stop, scratch[: self.round_up(stop) - aligned_start])
@@ -97,12 +97,12 @@ class RowFile:
     def read_bytes(self, start: int, stop: int, memory: memoryview) -> None:
         """Read a range of bytes, counted over all files."""
         for path, descriptor, file_bytes in self._files:
-            first = max(start, file_bytes.start)
-            last = min(stop, file_bytes.stop)
-            if first < last:
-                target = memory[first - start : self.round_up(last) - start]
+            start_here = max(start, file_bytes.start)
+            stop_here = min(stop, file_bytes.stop)
+            if start_here < stop_here:
+                target = memory[start_here - start : self.round_up(stop_here) - start]
                 offset = file_bytes.start
-                self._read_file(path, descriptor, first - offset, last - offset, target)
+                self._read_file(path, descriptor, start_here - offset, stop_here - offset, target)
 
     def _read_file(
         self, path: Path, descriptor: int, start: int, stop: int, memory: memoryview
@@ -170,10 +170,10 @@ def reads_of(file: RowFile, runs: Runs, stops: Integers, target: Tensor) -> Iter
     item_bytes = file.item_bytes
     max_items = max(1, _READ_BYTES // item_bytes)
     # Cut runs into segments at multiples of `max_items`.
-    firsts = runs.starts // max_items
-    counts = np.where(runs.starts < stops, ceil_div(stops, max_items) - firsts, 0)
+    start_cuts = runs.starts // max_items
+    counts = np.where(runs.starts < stops, ceil_div(stops, max_items) - start_cuts, 0)
     run_of = group_of(counts)
-    cuts = ranges(firsts, counts) * max_items
+    cuts = ranges(start_cuts, counts) * max_items
     starts = np.maximum(runs.starts[run_of], cuts)
     stops = np.minimum(stops[run_of], cuts + max_items)
     targets = starts + runs.shifts[run_of]
@@ -182,37 +182,32 @@ def reads_of(file: RowFile, runs: Runs, stops: Integers, target: Tensor) -> Iter
     is_long = np.diff(starts // max_items) > 0
     bounds = [0, *(np.flatnonzero(is_far | is_long) + 1).tolist(), len(starts)]
     memory = target.numpy()
-    for first, last in pairwise(bounds if len(starts) else []):
-        here = slice(first, last)
+    for start, stop in pairwise(bounds if len(starts) else []):
+        here = slice(start, stop)
         yield partial(_read, file, starts[here], stops[here], targets[here], memory)
 
 
 def _read(
-    file: RowFile,
-    starts: Integers,
-    stops: Integers,
-    targets: Integers,
-    memory: np.ndarray,
+    file: RowFile, starts: Integers, stops: Integers, targets: Integers, memory: np.ndarray
 ) -> None:
     """Read segments of items in one read, and copy them to their indices in memory."""
     item_bytes = file.item_bytes
-    first = int(starts[0])
-    num_items = int(stops[-1]) - first
-    if len(starts) > 1:
-        data = np.frombuffer(file.read_items(first, num_items, _scratch(item_bytes)), np.uint8)
-        lengths = (stops - starts) * item_bytes
-        copy_segments(data, (starts - first) * item_bytes, memory, targets * item_bytes, lengths)
-        return
-    start = int(targets[0]) * item_bytes
-    stop = start + num_items * item_bytes
-    if item_bytes % file.block_bytes == 0:
+    start_item = int(starts[0])
+    num_items = int(stops[-1]) - start_item
+    target = slice(int(targets[0]) * item_bytes, (int(targets[0]) + num_items) * item_bytes)
+    if len(starts) == 1 and item_bytes % file.block_bytes == 0:
         # Blocks are complete, so read them without scratch memory.
-        offset = first * item_bytes
-        file.read_bytes(offset, offset + num_items * item_bytes, memory.data[start:stop])
-    else:
-        data = np.frombuffer(file.read_items(first, num_items, _scratch(item_bytes)), np.uint8)
+        offset = start_item * item_bytes
+        file.read_bytes(offset, offset + num_items * item_bytes, memory.data[target])
+        return
+    data = np.frombuffer(file.read_items(start_item, num_items, _scratch(item_bytes)), np.uint8)
+    if len(starts) == 1:
         # By numpy, which releases the GIL.
-        memory[start:stop] = data
+        memory[target] = data
+        return
+    segments = starts - start_item, targets, stops - starts
+    starts, target_starts, lengths = (items * item_bytes for items in segments)
+    copy_segments(data, starts, memory, target_starts, lengths)
 
 
 def open_row_files(store: Store, in_steps: Collection[str] = ()) -> list[RowFile | None]:

@@ -163,11 +163,7 @@ def _make_sources(
 
 
 def _make_source(
-    store: Store,
-    shards: SplitShards,
-    residency: Residency,
-    device: torch.device,
-    held: list[int],
+    store: Store, shards: SplitShards, residency: Residency, device: torch.device, held: list[int]
 ) -> RowSource:
     """Make the source of the held shards that have one residency on one device."""
     pool = shards.pool

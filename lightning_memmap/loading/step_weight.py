@@ -99,13 +99,13 @@ class DeliveredStep(NamedTuple):
     """A batch that a loader has delivered.
 
     Args:
-        number: The number of the step in its epoch.
+        step_index: The index of the step in its epoch.
         num_rows: Rows of the batch.
         weight: Its weight.
         is_ambiguous: Whether a batch with another weight could be meant.
     """
 
-    number: int
+    step_index: int
     num_rows: int
     weight: StepWeight
     is_ambiguous: bool
@@ -120,21 +120,21 @@ class DeliveredSteps:
         # The rows of each batch, and the weight of its loss.
         self._pending: deque[tuple[int, StepWeight]] = deque(maxlen=_MAX_PENDING)
         self._discarded: list[tuple[int, StepWeight]] = []
-        self._next = 0
+        self._next_step = 0
         self._count: CountInSteps | None = None
         #: Notes the rows and the weight of a batch as delivered.
         self.add = self._pending.append
 
-    def begin_epoch(self, first: int, count: CountInSteps) -> None:
+    def begin_epoch(self, first_step: int, count: CountInSteps) -> None:
         """Discard what an earlier epoch delivered in excess.
 
         Args:
-            first: The number of the first step in the epoch.
+            first_step: The index of the first step that is delivered.
             count: Counts the items in steps of the epoch.
         """
         self._discarded = [*self._pending]
         self._pending.clear()
-        self._next = first
+        self._next_step = first_step
         self._count = count
 
     def take(self) -> DeliveredStep | None:
@@ -146,15 +146,15 @@ class DeliveredSteps:
         if not self._pending:
             return None
         num_rows, weight = self._pending.popleft()
-        number = self._next
-        self._next += 1
+        step_index = self._next_step
+        self._next_step += 1
         candidates = (*self._discarded, *self._pending)
         self._discarded.clear()
         is_ambiguous = any(
             weight.total is None or other.total is None or weight.scale(1) != other.scale(1)
             for _, other in candidates
         )
-        return DeliveredStep(number, num_rows, weight, is_ambiguous)
+        return DeliveredStep(step_index, num_rows, weight, is_ambiguous)
 
     @property
     def last(self) -> StepWeight | None:

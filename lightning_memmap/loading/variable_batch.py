@@ -62,8 +62,8 @@ class LayoutCollate:
         layouts = _layouts(schema, layout or {}, self._decode.keys())
         scaled = {name for name, value in self._decode.items() if value.with_scale}
         structure, self._masked = _with_masks(structure, layouts, scaled)
-        index = {field.name: number for number, field in enumerate(structure.fields)}
-        self._build = make_builder(structure, sample, index)
+        field_indices = {field.name: i for i, field in enumerate(structure.fields)}
+        self._build = make_builder(structure, sample, field_indices)
         self._fields = [
             (field.name, layouts.get(field.name, _LIST), byte_pool()) for field in schema.fields
         ]

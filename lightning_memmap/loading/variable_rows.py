@@ -284,10 +284,10 @@ class VariableRows:
 
         Runs of lengths 2 and 3 that start at 10 and 40 have the indices 10 11 40 41 42.
         """
-        firsts = starts_of(lengths)
+        offsets = starts_of(lengths)
         total = int(lengths.sum())
-        numbers = np.column_stack([lengths, *(run_starts - firsts for run_starts in starts)])
-        counts, *shifts = send(torch.from_numpy(numbers), self.device).unbind(1)
+        columns = np.column_stack([lengths, *(run_starts - offsets for run_starts in starts)])
+        counts, *shifts = send(torch.from_numpy(columns), self.device).unbind(1)
         along = torch.arange(total, device=self.device)
         return [s.repeat_interleave(counts, output_size=total).add_(along) for s in shifts]
 
@@ -361,11 +361,11 @@ def _contiguous_runs(rows: VariableRows, widths: Integers) -> _Runs:
         # Split each run along the dimension before this one.
         counts = sizes[:, dim - 1]
         origins = group_of(counts)
-        numbers = index_in_group(counts)
+        indices = index_in_group(counts)
         sizes = sizes[origins]
         widths = widths[origins]
-        starts = starts[origins] + numbers * sizes[:, dim:].prod(axis=1)
-        targets = targets[origins] + numbers * widths[:, dim:].prod(axis=1)
+        starts = starts[origins] + indices * sizes[:, dim:].prod(axis=1)
+        targets = targets[origins] + indices * widths[:, dim:].prod(axis=1)
     return _Runs(starts, targets, sizes[:, -1])
 
 

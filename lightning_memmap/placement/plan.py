@@ -119,11 +119,6 @@ class HeldShards:
     num_rows: int
     num_bytes: int
 
-    @property
-    def device_name(self) -> str:
-        """The data device as shown to people, such as ``1: cuda:1``."""
-        return f"{self.device_index}: {self.device}"
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -255,7 +250,7 @@ def placement_table(placement: Placement) -> Table:
         budget_device = held.residency.budget_device(held.device)
         split = placement.splits[held.split]
         cells = [
-            held.device_name,
+            f"{held.device_index}: {held.device}",
             held.split,
             held.residency.value,
             str(len(held.shards)),

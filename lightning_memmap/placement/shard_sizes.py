@@ -21,9 +21,10 @@ def measure_shards(store: Manifest, pool: Pool, num_global_data_devices: int) ->
     if isinstance(store, JoinedManifest):
         sizes = np.zeros(pool.num_shards, np.int64)
         for shard in range(pool.num_shards):
-            stores = store.rows.set_index_of(pool.shard_dataset_rows(shard))
-            for number, count in enumerate(np.bincount(stores).tolist()):
-                sizes[shard] += sum(c.mean_bytes(count) for c in store.parts[number].columns)
+            sets = store.rows.set_index_of(pool.shard_dataset_rows(shard))
+            for set_index, num_rows in enumerate(np.bincount(sets).tolist()):
+                columns = store.parts[set_index].columns
+                sizes[shard] += sum(column.mean_bytes(num_rows) for column in columns)
         return sizes
     if _are_stored(pool, store.shards):
         return sum((column.shard_bytes for column in store.columns), np.zeros(1, np.int64))

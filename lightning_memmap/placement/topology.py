@@ -1,6 +1,5 @@
 """The data topology: which devices hold the data, how much of it, and where batches go."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,18 +91,13 @@ def count_local_processes(strategy: Any) -> int:
     return int(getattr(strategy, "num_processes", 1))
 
 
-def compute_budgets(
-    devices: Sequence[torch.device],
-    fraction: float,
-    num_local_processes: int = 1,
-    processes_per_device: int = 1,
-) -> dict[torch.device, int]:
+def compute_budgets(topology: DataTopology, fraction: float) -> dict[torch.device, int]:
     """Compute the bytes of each device, of those free now, that this process may use for shards."""
-    sharing = {"cpu": num_local_processes}
+    sharing = {"cpu": topology.num_local_processes}
     return {
         device: int(measure_free_bytes(device) * fraction)
-        // sharing.get(device.type, processes_per_device)
-        for device in dict.fromkeys((*devices, torch.device("cpu")))
+        // sharing.get(device.type, topology.processes_per_device)
+        for device in dict.fromkeys((*topology.data_devices, torch.device("cpu")))
     }
 
 

@@ -255,8 +255,9 @@ class TestBudgets:
     ) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(topology, "available_bytes", lambda: free)
-            budget = compute_budgets((CPU, CPU), fraction, processes)[CPU]
-            alone = compute_budgets((), fraction)[CPU]
+            shared = DataTopology((CPU, CPU), num_local_processes=processes)
+            budget = compute_budgets(shared, fraction)[CPU]
+            alone = compute_budgets(DataTopology((CPU,)), fraction)[CPU]
         assert budget * processes <= alone <= free * fraction
         assert budget * processes > alone - processes
 
@@ -282,10 +283,7 @@ class TestBudgets:
         monkeypatch.setattr(topology, "measure_free_bytes", lambda device: 6000)
         strategy = IndependentStrategy(num_members=5)
         strategy.parallel_devices = GPUS[:2]
-        found = topology.find_topology(strategy)
-        budgets = compute_budgets(
-            found.data_devices, 0.5, found.num_local_processes, found.processes_per_device
-        )
+        budgets = compute_budgets(topology.find_topology(strategy), 0.5)
         assert budgets == {GPUS[member % 2]: 3000 // sharing, CPU: 3000 // 5}
 
     def test_run_of_several_processes_says_how_many_share_the_machine(self) -> None:

@@ -147,7 +147,7 @@ class WeightedLoss(DataDevices):
         if num_batches == 1:
             return self._scale_in_step(weight)
         batch, group = accumulation_group(trainer)
-        if step.number != batch:
+        if step.step_index != batch:
             # The loader's epoch isn't the Trainer's, so the rest of the group is unknown.
             return self._scale_in_step(weight)
         num_processes = find_data_parallel_rank(self)[1]

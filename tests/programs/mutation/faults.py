@@ -598,7 +598,7 @@ _PLACEMENT = [
     Fault(
         "placement/topology.py",
         "each process may use all of the host's memory",
-        'sharing = {"cpu": num_local_processes}',
+        'sharing = {"cpu": topology.num_local_processes}',
         'sharing = {"cpu": 1}',
         (
             "tests/placement/test_plan.py::TestBudgets::test_processes_of_one_machine_share_its_memory",
