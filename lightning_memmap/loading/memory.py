@@ -199,7 +199,7 @@ class SeriesSlots:
     @property
     def num_slots(self) -> int:
         """A number above all slots: one past the last step in the files, and one more."""
-        return int((self.origins + self.windows.steps.array).max()) + 1
+        return int((self.origins + self.windows.series_lengths.array).max()) + 1
 
     def slots(self, file_rows: Integers) -> Integers:
         """Return the slots of windows, from their file rows."""

@@ -397,10 +397,12 @@ def max_block_time_steps(held: Sequence[int], blocks: Blocks) -> int:
     if pool.is_striped:
         bounds = np.arange(0, windows.num_rows, blocks.max_rows_per_shard * pool.num_shards)
         bounds = np.append(bounds, windows.num_rows)
-        return int(np.diff(windows.num_steps_before(bounds, True)).max()) + num_shared
+        return int(np.diff(windows.num_time_steps_before(bounds, True)).max()) + num_shared
     lengths = (
         np.diff(
-            windows.num_steps_before(pool.starts[shard] + np.arange(pool.sizes[shard] + 1), False)
+            windows.num_time_steps_before(
+                pool.starts[shard] + np.arange(pool.sizes[shard] + 1), False
+            )
         )
         for shard in held
     )

@@ -295,7 +295,7 @@ class WindowedRows(Rows):
     Args:
         series: The series.
         fields: The fields that the windows are of.
-        steps: Steps of each series, in storage order.
+        series_lengths: Time steps of each series, in storage order.
         length: Steps of a window.
         stride: Steps between the starts of neighbouring windows.
         all_windows: The windows over all series of the dataset, if these are over a subset of them.
@@ -303,7 +303,7 @@ class WindowedRows(Rows):
 
     series: Rows
     fields: tuple[str, ...]
-    steps: FrozenArray
+    series_lengths: FrozenArray
     length: int
     stride: int
     all_windows: "WindowedRows | None" = None
@@ -311,10 +311,10 @@ class WindowedRows(Rows):
 
     def __post_init__(self) -> None:
         if not self.num_rows:
-            steps = self.steps.array
+            lengths = self.series_lengths.array
             raise ValueError(
-                f"Windows: length={self.length}, but the longest of the {len(steps)} rows has"
-                f" {steps.max()} steps: use shorter windows, or longer rows"
+                f"Windows: length={self.length}, but the longest of the {len(lengths)} rows has"
+                f" {lengths.max()} steps: use shorter windows, or longer rows"
             )
 
     @property
@@ -334,14 +334,14 @@ class WindowedRows(Rows):
             "fields": ", ".join(self.fields),
             "length": self.length,
             "stride": self.stride,
-            "steps": self.steps.identity,
+            "steps": self.series_lengths.identity,
         }
         return {"windows": windows, **self.series.identity, "num_rows": self.num_rows}
 
     @cached_property
     def windows_per_series(self) -> Integers:
         """Windows of each series, in storage order, int64 of shape (series,)."""
-        num_windows: Integers = (self.steps.array - self.length) // self.stride + 1
+        num_windows: Integers = (self.series_lengths.array - self.length) // self.stride + 1
         return np.maximum(0, num_windows)
 
     @cached_property
@@ -442,8 +442,8 @@ class WindowedRows(Rows):
             orders.append((used, self.starts[used], counts, np.cumsum(counts)))
         return orders
 
-    def num_steps_before(self, windows: Integers, in_dataset_order: bool) -> Integers:
-        """Count the steps of all windows before these; steps in several windows count once."""
+    def num_time_steps_before(self, windows: Integers, in_dataset_order: bool) -> Integers:
+        """Count the time steps of all windows before these; steps in several windows count once."""
         _, _, counts, stops = self._by_order[in_dataset_order]
         num_series = np.searchsorted(stops - counts, windows, side="left")
         return windows * self.stride + num_series * (self.length - self.stride)
