@@ -159,7 +159,7 @@ def test_wrong_shares_are_refused(shares: Any, num_samples: Any, words: str) -> 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"sampler": None}, r"sampler=Mixture\(\{'a'"),
+        ({"sampler": None}, r"sampler=Mixture\(shares=\{'a'"),
         ({"sampler": Mixture({"a": 1, "b": 1})}, "the sets a, b, c"),
         (
             {"sampler": Mixture({"A": 1, "b": 1, "c": 1})},
