@@ -18,7 +18,7 @@ from lightning_memmap.loading.packing import Packing
 from lightning_memmap.loading.row_source import Cut, FieldRows, RowSource, Take
 from lightning_memmap.loading.variable_batch import ROW_NUMBER, check_may_have_layout
 from lightning_memmap.loading.variable_rows import VariableRows
-from lightning_memmap.sampling.packed import PackedSampler, Pieces
+from lightning_memmap.sampling.packed import PackedDocuments, PackedSampler
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.schema.forms import Layout, Pad
 from lightning_memmap.schema.schema import Schema
@@ -61,39 +61,41 @@ class PackedSource(RowSource):
         cut: Cut | None = None,
     ) -> list[FieldRows]:
         """Fetch the documents of packs; see `Take`."""
-        pieces = sampler.pieces(epoch, slots.numpy())
-        positions = np.repeat(slots.numpy(), pieces.documents_per_pack)
-        order = cast(Sampler, _Documents(sampler, pieces, positions))
+        packed = sampler.documents_at(epoch, slots.numpy())
+        positions = np.repeat(slots.numpy(), packed.documents_per_pack)
+        order = cast(Sampler, _Documents(sampler, packed, positions))
         located = self._source.locate(order, epoch, positions)
-        leaves = take(torch.from_numpy(located), None, _cut(pieces, sampler))
-        return [PackedRows(cast(Any, leaf), pieces.documents_per_pack) for leaf in leaves]
+        leaves = take(torch.from_numpy(located), None, _cut(packed, sampler))
+        return [PackedRows(cast(Any, leaf), packed.documents_per_pack) for leaf in leaves]
 
 
 class _Documents:
     """The documents of some packs, which a source looks up like the rows of positions."""
 
-    def __init__(self, sampler: PackedSampler, pieces: Pieces, positions: Integers) -> None:
+    def __init__(
+        self, sampler: PackedSampler, packed: PackedDocuments, positions: Integers
+    ) -> None:
         self._sampler = sampler
-        self._pieces = pieces
+        self._packed = packed
         self._positions = positions
 
     def locate(
         self, epoch: int, positions: Integers, shard_starts: Integers | None = None
     ) -> Integers:
         """Look up the rows of all documents; see `Sampler.locate`."""
-        index = self._pieces.pool_index
+        index = self._packed.pool_index
         if shard_starts is None:
             return index
         shifts = shard_starts - self._sampler.pool.starts
         return index + shifts[self._positions % self._sampler.num_shards]
 
 
-def _cut(pieces: Pieces, sampler: PackedSampler) -> Cut | None:
+def _cut(packed: PackedDocuments, sampler: PackedSampler) -> Cut | None:
     """Return what to take of rows, if some are longer than a pack."""
     if not sampler.cuts_rows:
         return None
-    lengths = pieces.lengths[:, 0].astype(np.int64)
-    starts = np.zeros_like(lengths) if pieces.starts is None else pieces.starts
+    lengths = packed.lengths[:, 0].astype(np.int64)
+    starts = np.zeros_like(lengths) if packed.starts is None else packed.starts
     return Cut(starts, lengths)
 
 

@@ -11,7 +11,7 @@ from typing_extensions import Self, override
 from lightning_memmap.errors import ReprAsCall
 from lightning_memmap.integers import Integers
 from lightning_memmap.sampling.factory import Fields, SamplerFactory, make_sampler
-from lightning_memmap.sampling.packed import PackedSampler, Pieces
+from lightning_memmap.sampling.packed import PackedDocuments, PackedSampler
 from lightning_memmap.sampling.pool import Pool, unite_pools
 from lightning_memmap.sampling.sampler import Sampler, ShuffledSampler
 from lightning_memmap.sampling.table_sampler import TableSampler
@@ -115,6 +115,15 @@ class EpochOrders:
         """The values that identify these orders, as JSON values."""
         return {f"epoch {epoch}": sampler.identity for epoch, sampler in self.pairs}
 
+    def index(self, epoch: int) -> int:
+        """Return the index of the order of an epoch."""
+        return sum(start <= epoch for start, _ in self.pairs) - 1
+
+    def clear(self) -> None:
+        """Free the tables of all orders."""
+        for _, sampler in self.pairs:
+            sampler.clear()
+
 
 @dataclass(frozen=True, kw_only=True)
 class CurriculumSampler(TableSampler):
@@ -131,7 +140,7 @@ class CurriculumSampler(TableSampler):
         return cls(pool, stages=stages, shuffle_block=block, num_samples=num_samples)
 
     def _order(self, epoch: int) -> Sampler:
-        return [sampler for start, sampler in self.stages.pairs if start <= epoch][-1]
+        return self.stages.pairs[self.stages.index(epoch)][1]
 
     @property
     @override
@@ -145,12 +154,9 @@ class CurriculumSampler(TableSampler):
     @override
     def offsets(self, epoch: int, shard: int) -> Integers:
         order = self._order(epoch)
-        merged = self.pool.base_index(self.pool.indices(shard))
-        in_merged = np.searchsorted(merged, self.pool.base_index_of(order.pool, shard))
         positions = range(shard, self.num_positions, self.num_shards)
-        offsets: Integers = in_merged[
-            order.locate(epoch, positions, np.zeros_like(self.pool.starts))
-        ]
+        stage_offsets = order.locate(epoch, positions, np.zeros_like(self.pool.starts))
+        offsets: Integers = self.pool.offsets_of(order.pool, shard)[stage_offsets]
         return offsets
 
     @override
@@ -162,8 +168,7 @@ class CurriculumSampler(TableSampler):
     @override
     def clear(self) -> None:
         super().clear()
-        for _, sampler in self.stages.pairs:
-            sampler.clear()
+        self.stages.clear()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,25 +210,21 @@ class PackedCurriculumSampler(PackedSampler):
         return [order for _, order in self.stages.pairs if isinstance(order, PackedSampler)]
 
     @cached_property
-    def _index(self) -> list[Integers]:
+    def _pool_indices(self) -> list[Integers]:
         """By stage, the index in the pool of each row of the stage's pool."""
-        shards = range(self.num_shards)
-        merged = [self.pool.base_index(self.pool.indices(shard)) for shard in shards]
+        starts = self.pool.starts.tolist()
         return [
             np.concatenate(
-                [
-                    start + np.searchsorted(merged[shard], self.pool.base_index_of(pool, shard))
-                    for shard, start in enumerate(self.pool.starts.tolist())
-                ]
+                [start + self.pool.offsets_of(pool, shard) for shard, start in enumerate(starts)]
             )
             for pool in (order.pool for order in self._orders)
         ]
 
     @override
-    def pieces(self, epoch: int, positions: Integers) -> Pieces:
-        stage = sum(start <= epoch for start, _ in self.stages.pairs) - 1
-        pieces = self._orders[stage].pieces(epoch, positions)
-        return pieces._replace(pool_index=self._index[stage][pieces.pool_index])
+    def documents_at(self, epoch: int, positions: Integers) -> PackedDocuments:
+        stage = self.stages.index(epoch)
+        packed = self._orders[stage].documents_at(epoch, positions)
+        return packed._replace(pool_index=self._pool_indices[stage][packed.pool_index])
 
     @property
     @override
@@ -251,5 +252,4 @@ class PackedCurriculumSampler(PackedSampler):
     @override
     def clear(self) -> None:
         super().clear()
-        for order in self._orders:
-            order.clear()
+        self.stages.clear()

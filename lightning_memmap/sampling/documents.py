@@ -248,8 +248,8 @@ def divide(
     # Python integers do not overflow.
     cuts = (num_before.astype(object) * int(stops[-1]) // num_packs).astype(np.int64)
     if options.split:
-        rows, starts, pieces, counts = cut_line(lengths[:, 0].astype(np.int64), cuts)
-        lengths = pieces[:, None].astype(lengths.dtype)
+        rows, starts, cut_lengths, counts = cut_line(lengths[:, 0].astype(np.int64), cuts)
+        lengths = cut_lengths[:, None].astype(lengths.dtype)
     else:
         # A document belongs to the section that has its middle.
         doubled = np.append(0, stops[:-1]) + stops

@@ -38,7 +38,7 @@ from lightning_memmap.integers import (
 from lightning_memmap.sampling.factory import Fields, SamplerFactory, check_num_samples
 from lightning_memmap.sampling.permutations import bit_generator, order_within
 from lightning_memmap.sampling.pool import Pool
-from lightning_memmap.sampling.rows import JoinedRows, WindowedRows, shard_rows
+from lightning_memmap.sampling.rows import JoinedRows, Rows, WindowedRows, shard_rows
 from lightning_memmap.sampling.sampler import cached_once, cached_per_epoch
 from lightning_memmap.sampling.table_sampler import DrawnSampler
 
@@ -136,18 +136,23 @@ class Mixture(ReprAsCall, SamplerFactory):
     def _names_and_rows(self, pool: Pool) -> tuple[tuple[str, ...], list[int]]:
         """Return the names of the training sets, and their numbers of rows or windows."""
         windows = pool.rows if isinstance(pool.rows, WindowedRows) else None
-        joined = windows.series if windows is not None else pool.rows
-        if not isinstance(joined, JoinedRows) or {*joined.set_names} != {*self.shares}:
-            names = joined.set_names if isinstance(joined, JoinedRows) else "one set without a name"
-            raise ValueError(
-                f"{self!r}: the training sets are {names}; set a share for each of them, such as"
-                " train_dataset={'a': ..., 'b': ...} with sampler=Mixture({'a': 0.7, 'b': 0.3})"
-            )
+        joined = check_sets(windows.series if windows is not None else pool.rows, self.shares, self)
         # The sets follow each other in storage order.
         bounds = bounds_of(joined.rows_per_set)
         if windows is not None:
             bounds = np.append(windows.starts, windows.num_rows)[bounds]
         return joined.set_names, np.diff(bounds).tolist()
+
+
+def check_sets(rows: Rows, shares: Mapping[str, float], maker: SamplerFactory) -> JoinedRows:
+    """Check that rows are of the training sets that have shares, and return them."""
+    if not isinstance(rows, JoinedRows) or {*rows.set_names} != {*shares}:
+        names = rows.set_names if isinstance(rows, JoinedRows) else "one set without a name"
+        raise ValueError(
+            f"{maker!r}: the training sets are {names}; set a share for each of them, such as"
+            " train_dataset={'a': ..., 'b': ...} with the shares {'a': 0.7, 'b': 0.3}"
+        )
+    return rows
 
 
 def _round_to_sum(numbers: NDArray[np.float64], total: int) -> list[int]:

@@ -47,7 +47,7 @@ from lightning_memmap.sampling.documents import (
     weights_of,
 )
 from lightning_memmap.sampling.factory import Fields, SamplerFactory
-from lightning_memmap.sampling.mixture import Mixture
+from lightning_memmap.sampling.mixture import Mixture, check_sets
 from lightning_memmap.sampling.packing import (
     GROUP_BITS,
     LAYER_BITS,
@@ -90,8 +90,8 @@ class Packed(ReprAsCall, SamplerFactory):
     must be dicts.
 
     With ``shuffle_block``, which ``residency="stream"`` needs, a pack has documents of one block:
-    about so many consecutive rows of each shard. All blocks have equally many packs, so that a
-    block may leave a pack or two of each shard unused.
+    about ``shuffle_block`` consecutive rows of each shard. All blocks have equally many packs, so
+    that a block may leave a pack or two of each shard unused.
 
     Args:
         field: The name of a field of variable length, such as ``"tokens"``.
@@ -247,12 +247,8 @@ class Packed(ReprAsCall, SamplerFactory):
 
     def _set_of_row(self, pool: Pool) -> Integers:
         """Return the index of the training set of each row of a pool."""
-        rows = pool.rows
         assert self.shares is not None
-        if not isinstance(rows, JoinedRows) or {*rows.set_names} != {*self.shares}:
-            names = rows.set_names if isinstance(rows, JoinedRows) else "one set without a name"
-            raise ValueError(f"{self!r}: the training sets are {names}; set a share for each")
-        return group_of(rows.rows_per_set)
+        return group_of(check_sets(pool.rows, self.shares, self).rows_per_set)
 
     def _plan_draws(
         self, documents: "Documents", set_of_row: Integers, names: Sequence[str]
@@ -295,8 +291,8 @@ class Packed(ReprAsCall, SamplerFactory):
         lacking = np.argwhere((drawn > 0) & (counts == 0))
         if len(lacking):
             raise ValueError(
-                f"num_shards={len(counts)}: the training set {names[lacking[0][1]]!r} has too few"
-                " rows for so many shards: set a smaller num_shards"
+                f"num_shards={len(counts)}: the training set {names[lacking[0][1]]!r} has no row in"
+                " one of the shards: set a smaller num_shards"
             )
 
     def make_evaluated(
@@ -338,13 +334,9 @@ class Packed(ReprAsCall, SamplerFactory):
     @property
     def _options(self) -> "PackOptions":
         shares = None if self.shares is None else tuple(self.shares.items())
+        limits = tuple(self.limits.items())
         return PackOptions(
-            tuple(self.limits.items()),
-            self.overflow,
-            self.max_documents,
-            self.split,
-            shares,
-            self.shares_of,
+            limits, self.overflow, self.max_documents, self.split, shares, self.shares_of
         )
 
     def _lengths(self, pool: Pool, fields: Fields) -> NDArray[Any]:
@@ -415,12 +407,8 @@ def _plan(pool: Pool, seed: int, options: PackOptions, documents: Documents) -> 
     pool, documents = documents.reordered(pool, by_need)
     num_packs = _count_packs(needs.packs_per_group, documents.drawn_per_group, options)
     sampler = replace(draft, pool=pool, documents=documents, num_packs=num_packs)
-    if (documents.drawn_per_group < sampler.positions_per_shard).any():
-        raise ValueError(
-            f"num_shards={pool.num_shards}: one shard of the {pool.num_rows} rows needs"
-            f" {sampler.positions_per_shard.max()} packs of {options.length} tokens, and another"
-            f" one has only {documents.drawn_per_group.min()} documents: set a smaller num_shards"
-        )
+    where = f"num_shards={pool.num_shards}: a shard of the {pool.num_rows} rows"
+    _check_available(documents.drawn_per_group, sampler.positions_per_shard, options, where)
     return _with_room(sampler, needs.max_documents)
 
 
@@ -499,9 +487,12 @@ def _plan_from_line(
             documents = documents.halve_longest(targets)
         sampler = replace(draft, pool=divided, documents=documents)
         needs = sampler.needs()
-        if len(lacking := np.flatnonzero(needs.available < targets)):
-            available = needs.available[lacking[0]]
-            raise _too_small_error(num_shards, block, options, available, targets[lacking[0]])
+        if block is None:
+            _check_available(needs.available, targets, options, f"num_shards={num_shards}: a shard")
+        else:
+            where = f"shuffle_block={block}, set or computed for streaming: a block of one shard"
+            remedy = "set a larger shuffle_block, a smaller num_shards, or split=True"
+            _check_available(needs.available, targets, options, where, remedy)
         # Other epochs draw other documents, which may need more packs.
         margin = 1 if options.shares is None else _MIXTURE_MARGIN
         excess = int((np.ceil(margin * needs.packs_per_group) - targets).max())
@@ -511,22 +502,20 @@ def _plan_from_line(
         num_packs = more if more > num_packs else num_shards * num_blocks * (size + 1)
 
 
-def _too_small_error(
-    num_shards: int, block: int | None, options: PackOptions, available: int, num_packs: int
-) -> ValueError:
-    """Make the error of a shard or block that has fewer documents than packs."""
-    where = f"num_shards={num_shards}: a shard has"
-    remedy = "set a smaller num_shards"
-    if block is not None:
-        where = (
-            f"shuffle_block={block}, set or computed for residency='stream': a block of one shard"
-            " has"
+def _check_available(
+    available: Integers,
+    packs_per_group: Integers,
+    options: PackOptions,
+    where: str,
+    remedy: str = "set a smaller num_shards",
+) -> None:
+    """Check that each group has a document for each pack; with ``split=True``, a token."""
+    if len(lacking := np.flatnonzero(available < packs_per_group)):
+        group = lacking[0]
+        raise ValueError(
+            f"{where} has {available[group]} {'tokens' if options.split else 'documents'} for"
+            f" {packs_per_group[group]} packs of {options.length} tokens: {remedy}"
         )
-        remedy = "set a larger shuffle_block, a smaller num_shards, or split=True"
-    return ValueError(
-        f"{where} {available} {'tokens' if options.split else 'documents'} for {num_packs} packs of"
-        f" {options.length} tokens: {remedy}"
-    )
 
 
 class Needs(NamedTuple):
@@ -540,7 +529,7 @@ class Needs(NamedTuple):
     """The most documents of a pack; 0 with ``split=True``."""
 
 
-class Pieces(NamedTuple):
+class PackedDocuments(NamedTuple):
     """The documents of some packs, pack after pack: rows, or pieces of rows."""
 
     pool_index: Integers
@@ -567,7 +556,7 @@ class EpochPacks(NamedTuple):
 
     @property
     def documents_per_pack(self) -> Integers:
-        """Of shape (packs,)."""
+        """Documents of each pack, of shape (packs,)."""
         return np.diff(self.bounds)
 
 
@@ -622,12 +611,8 @@ class PackedSampler(Sampler):
         documents = self.documents
         is_cut = self.options.split
         available = documents.tokens_per_group if is_cut else documents.drawn_per_group
-        if (available < order.positions_per_shard).any():
-            raise ValueError(
-                f"Curriculum: a shard has {available.min()} documents, too few for the"
-                f" {order.positions_per_shard.max()} packs of another stage: set a smaller"
-                " num_shards"
-            )
+        where = "Curriculum: a shard of a stage with fewer packs than another one"
+        _check_available(available, order.positions_per_shard, self.options, where)
         return order
 
     def needs(self) -> Needs:
@@ -710,7 +695,7 @@ class PackedSampler(Sampler):
 
     @property
     def _block_bits(self) -> int:
-        """The stream of random bits that decides the order of blocks, after those of groups."""
+        """The stream of random bits of the order of blocks, after the streams of groups."""
         return GROUP_BITS + self.packs_per_block.size * MAX_ATTEMPTS
 
     def _block_order(self, epoch: int) -> Integers:
@@ -725,8 +710,8 @@ class PackedSampler(Sampler):
     @override
     def rows_at(self, epoch: int, start: int, stop: int, shards: Integers) -> Integers:
         positions = (np.arange(start, stop)[:, None] * self.num_shards + shards).ravel()
-        pieces = self.pieces(epoch, positions[positions < self.num_positions])
-        return distinct(pieces.pool_index)
+        packed = self.documents_at(epoch, positions[positions < self.num_positions])
+        return distinct(packed.pool_index)
 
     @override
     def most_in_block(self, shard: int, values: Integers) -> int | None:
@@ -783,15 +768,15 @@ class PackedSampler(Sampler):
         Returns:
             Integers of shape (len(positions),).
         """
-        pieces = self.pieces(epoch, np.asarray(positions, np.int64))
-        num_targets = np.maximum(0, pieces.lengths[:, 0].astype(np.int64) - 1)
-        return group_sums(num_targets, pieces.documents_per_pack)
+        packed = self.documents_at(epoch, np.asarray(positions, np.int64))
+        num_targets = np.maximum(0, packed.lengths[:, 0].astype(np.int64) - 1)
+        return group_sums(num_targets, packed.documents_per_pack)
 
     @override
     def sums_at(self, values: NDArray[Any], epoch: int, positions: range) -> NDArray[Any]:
-        pieces = self.pieces(epoch, np.asarray(positions, np.int64))
-        packs = group_of(pieces.documents_per_pack)
-        return np.bincount(packs, values[pieces.pool_index], len(positions))
+        packed = self.documents_at(epoch, np.asarray(positions, np.int64))
+        packs = group_of(packed.documents_per_pack)
+        return np.bincount(packs, values[packed.pool_index], len(positions))
 
     @property
     def padding_fraction(self) -> float:
@@ -824,7 +809,7 @@ class PackedSampler(Sampler):
             for (name, limit), most in zip(self.options.limits, longest, strict=True)
         }
 
-    def pieces(self, epoch: int, positions: Integers) -> Pieces:
+    def documents_at(self, epoch: int, positions: Integers) -> PackedDocuments:
         """Look up the documents of the packs at these positions.
 
         Args:
@@ -848,25 +833,25 @@ class PackedSampler(Sampler):
             piece_starts = packs.piece_starts[here].astype(np.int64)
             row_starts = piece_starts if row_starts is None else row_starts + piece_starts
             lengths = packs.piece_lengths[here, None]
-        return Pieces(rows, row_starts, lengths, counts)
+        return PackedDocuments(rows, row_starts, lengths, counts)
 
     @override
     def row_numbers(self, epoch: int, positions: range) -> Integers:
-        pieces = self.pieces(epoch, np.asarray(positions, np.int64))
-        packs = group_of(pieces.documents_per_pack)
-        columns = index_in_group(pieces.documents_per_pack)
+        packed = self.documents_at(epoch, np.asarray(positions, np.int64))
+        packs = group_of(packed.documents_per_pack)
+        columns = index_in_group(packed.documents_per_pack)
         row_numbers = np.full((len(positions), self.max_documents), -1, np.int64)
-        row_numbers[packs, columns] = self.pool.dataset_rows(pieces.pool_index)
+        row_numbers[packs, columns] = self.pool.dataset_rows(packed.pool_index)
         return row_numbers
 
     @override
     def num_rows_at(self, epoch: int, positions: Integers) -> Integers:
-        return self.pieces(epoch, positions).documents_per_pack
+        return self.documents_at(epoch, positions).documents_per_pack
 
     @override
     def dataset_rows(self, epoch: int, positions: range) -> Integers:
-        pieces = self.pieces(epoch, np.asarray(positions, np.int64))
-        return self.pool.dataset_rows(pieces.pool_index)
+        packed = self.documents_at(epoch, np.asarray(positions, np.int64))
+        return self.pool.dataset_rows(packed.pool_index)
 
     @override
     def grid(
@@ -876,8 +861,8 @@ class PackedSampler(Sampler):
         last = np.maximum(0, self.positions_per_shard[shards] - 1)
         rounds = np.minimum(np.arange(start, stop)[:, None], last)
         positions = (rounds * self.num_shards + shards).ravel()
-        pieces = self.pieces(epoch, np.minimum(positions, self.num_packs - 1))
-        firsts = pieces.pool_index[starts_of(pieces.documents_per_pack)]
+        packed = self.documents_at(epoch, np.minimum(positions, self.num_packs - 1))
+        firsts = packed.pool_index[starts_of(packed.documents_per_pack)]
         shifts = shard_starts - self.pool.starts[shards]
         grid: Integers = firsts + np.tile(shifts, stop - start)
         return grid
@@ -899,12 +884,6 @@ class UnpackedSampler(PackedSampler):
     @override
     def in_blocks(self, block: int) -> Self:
         return replace(self, shuffle_block=block)
-
-    @override
-    def block_runs(self, epoch: int, block_index: int) -> list[range] | None:
-        assert self.shuffle_block is not None
-        start = block_index * self.shuffle_block
-        return [range(start, min(start + self.shuffle_block, self.pool.longest))]
 
     @override
     def packs(self, epoch: int) -> EpochPacks:

@@ -256,7 +256,7 @@ class Packer:
         """
         parts = [self.pack(epoch, np.arange(len(targets)))]
         unfit = np.flatnonzero(~parts[0].fit(targets))
-        # Where each group is among the groups of all parts.
+        # The index of each group among the groups of all parts.
         index = np.arange(len(targets))
         num_groups = len(targets)
         for attempt in range(1, MAX_ATTEMPTS + 1):

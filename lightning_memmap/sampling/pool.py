@@ -174,6 +174,14 @@ class Pool:
             return other.base_index(index)
         return self.rows.storage_ranks[other.subset_index(index)]
 
+    def offsets_of(self, other: "Pool", shard: int) -> Integers:
+        """Return the offsets in this pool's shard of the rows of another pool's shard.
+
+        This pool must be a union that contains the other one; see `unite_pools`.
+        """
+        base_index = self.base_index(self.indices(shard))
+        return np.searchsorted(base_index, self.base_index_of(other, shard))
+
 
 def unite_pools(pools: Sequence[Pool]) -> Pool:
     """Return the union of pools shard by shard, without duplicates, in storage order."""

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from lightning_memmap.integers import Integers, bounds_of, ceil_div, starts_of
+from lightning_memmap.integers import Integers, bounds_of, ceil_div, num_strided, starts_of
 from lightning_memmap.sampling.identity import FrozenArray
 
 #: Default number of shards below `_MANY_ROWS` rows, and from there on.
@@ -40,8 +40,7 @@ def divisors(integer: int) -> list[int]:
 
 def shard_rows(num_rows: int, num_shards: int) -> Integers:
     """Count the rows of each shard if row ``i`` belongs to shard ``i % num_shards``."""
-    shards = np.arange(num_shards, dtype=np.int64)
-    return (num_rows - shards + num_shards - 1) // num_shards
+    return num_strided(num_rows, np.arange(num_shards, dtype=np.int64), num_shards)
 
 
 def striping(num_shards: int, num_data_devices: int) -> int:

@@ -174,7 +174,11 @@ class Sampler(ABC):
             Ranges of offsets, equal for all shards. None, for every block, if shards differ in
             them or a row is drawn twice.
         """
-        return None
+        if not self.is_sequential:
+            return None
+        assert self.shuffle_block is not None
+        start = block_index * self.shuffle_block
+        return [range(start, min(start + self.shuffle_block, self.pool.longest))]
 
     def rows_at(self, epoch: int, start: int, stop: int, shards: Integers) -> Integers:
         """Return the rows at the positions of a grid, as indices in the pool; see `grid`."""
@@ -363,12 +367,6 @@ class SequentialSampler(ComputedSampler):
     @override
     def permutation(self, epoch: int) -> Permutation:
         return Alike()
-
-    @override
-    def block_runs(self, epoch: int, block_index: int) -> list[range] | None:
-        assert self.shuffle_block is not None
-        start = block_index * self.shuffle_block
-        return [range(start, min(start + self.shuffle_block, self.pool.longest))]
 
 
 @dataclass(frozen=True)

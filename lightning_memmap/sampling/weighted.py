@@ -167,11 +167,12 @@ def _column_weights(column: Column, values: ColumnValues, rows: Integers) -> NDA
     has_value = values.has_value[rows]
     weights = np.ones(len(rows), np.float64)
     if has_value.any():
-        known = values.values[rows[has_value]]
-        known = known if known.dtype.kind == "f" else _class_weights(known)
-        _check_weights(known, rows[has_value], f"Weighted({column!r}): {column.remedy}")
-        weights[has_value] = known
-        weights[~has_value] = known.mean(dtype=np.float64)
+        column_values = values.values[rows[has_value]]
+        if column_values.dtype.kind != "f":
+            column_values = _class_weights(column_values)
+        _check_weights(column_values, rows[has_value], f"Weighted({column!r}): {column.remedy}")
+        weights[has_value] = column_values
+        weights[~has_value] = column_values.mean(dtype=np.float64)
     return weights
 
 

@@ -154,9 +154,9 @@ def test_values_of_packs_instead_of_documents_are_an_error(tmp_path: Path) -> No
 
 def test_cut_document_has_the_value_of_its_last_piece(tmp_path: Path) -> None:
     order = fit_packs(tmp_path, PerDocument(), Packed("tokens", 7, split=True), ["length"])
-    pieces = order.pieces(0, np.arange(order.num_positions))
-    rows = order.pool.dataset_rows(pieces.pool_index).tolist()
-    last = dict(zip(rows, pieces.lengths[:, 0].tolist(), strict=True))
+    packed = order.documents_at(0, np.arange(order.num_positions))
+    rows = order.pool.dataset_rows(packed.pool_index).tolist()
+    last = dict(zip(rows, packed.lengths[:, 0].tolist(), strict=True))
     assert len(rows) > len(last) == NUM_DOCUMENTS
     lengths = read_row_results(tmp_path / "r")["length"].tolist()
     assert lengths == [last[row] for row in range(NUM_DOCUMENTS)]

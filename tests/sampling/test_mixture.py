@@ -114,7 +114,7 @@ def test_rows_of_a_window_are_neighbours() -> None:
 def test_sampler_of_huge_sets_keeps_nothing_for_a_row() -> None:
     sizes, count = [10**10, 10**7], 24 * 10**6
     sampler = mixture(sizes, [0.7, 0.3], count, 10**5, 24, 1)
-    assert len(sampler.sets.sections(24).set) <= 26
+    assert len(sampler.sets.sections(24).set_index) <= 26
     # One shard, as a process has it.
     rows = sampler.dataset_rows(3, range(count - 24 * 240 + 17, count, 24))
     assert ((rows >= 0) & (rows < sum(sizes))).all()

@@ -31,12 +31,12 @@ def made(
 
 def packs_at(sampler: PackedSampler, epoch: int, positions: Any) -> list[Pack]:
     """The packs at some positions."""
-    pieces = sampler.pieces(epoch, np.asarray(positions, np.int64))
-    rows = sampler.pool.dataset_rows(pieces.pool_index)
-    starts = np.zeros_like(rows) if pieces.starts is None else pieces.starts
-    columns = zip(rows.tolist(), starts.tolist(), pieces.lengths[:, 0].tolist(), strict=True)
+    packed = sampler.documents_at(epoch, np.asarray(positions, np.int64))
+    rows = sampler.pool.dataset_rows(packed.pool_index)
+    starts = np.zeros_like(rows) if packed.starts is None else packed.starts
+    columns = zip(rows.tolist(), starts.tolist(), packed.lengths[:, 0].tolist(), strict=True)
     documents = [*columns]
-    stops = np.cumsum(pieces.documents_per_pack).tolist()
+    stops = np.cumsum(packed.documents_per_pack).tolist()
     return [documents[a:b] for a, b in zip([0, *stops], stops, strict=False)]
 
 

@@ -240,9 +240,9 @@ def throughput(num_steps: int, limit: int = 1024, tokens_a_step: int = 4096) -> 
     pool = pool_of(len(lengths), 24)
     sampler = packed(lengths, limit, 24)
     batches: dict[str, list[tuple[list[list[int]], int]]] = {}
-    pieces = sampler.pieces(1, np.arange(num_steps * tokens_a_step // limit))
-    stops = np.cumsum(pieces.documents_per_pack)
-    packs = [part.tolist() for part in np.split(pieces.lengths[:, 0], stops[:-1])]
+    documents = sampler.documents_at(1, np.arange(num_steps * tokens_a_step // limit))
+    stops = np.cumsum(documents.documents_per_pack)
+    packs = [part.tolist() for part in np.split(documents.lengths[:, 0], stops[:-1])]
     size = tokens_a_step // limit
     batches["Packed"] = [(packs[n : n + size], limit) for n in range(0, len(packs), size)]
     rows = ShuffledSampler(pool, 0).dataset_rows(0, range(num_steps * 8))

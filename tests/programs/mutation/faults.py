@@ -114,8 +114,8 @@ _SAMPLING = [
     Fault(
         "sampling/curriculum.py",
         "the first stage lasts forever",
-        "if start <= epoch][-1]",
-        "if start <= epoch][0]",
+        "sum(start <= epoch for start, _ in self.pairs) - 1",
+        "0",
         ("tests/contract/data/test_curriculum.py::test_each_epoch_is_that_of_its_sampler",),
     ),
     Fault(
@@ -167,8 +167,8 @@ _PACKING = [
     Fault(
         "sampling/packed.py",
         "the first token of a document counts as a target",
-        "np.maximum(0, pieces.lengths[:, 0].astype(np.int64) - 1)",
-        "np.maximum(0, pieces.lengths[:, 0].astype(np.int64))",
+        "np.maximum(0, packed.lengths[:, 0].astype(np.int64) - 1)",
+        "np.maximum(0, packed.lengths[:, 0].astype(np.int64))",
         ("tests/loading/test_packed_weights.py::test_plan_counts_the_targets_of_the_batches",),
     ),
     Fault(
