@@ -117,7 +117,7 @@ def fit(
     trainer_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> Watching:
-    """Train for three epochs, and say at which steps rows were missing."""
+    """Train for two epochs, and say at which steps rows were missing."""
     path /= build
     path.mkdir(exist_ok=True)
     # The log is an attribute of the dataset, and changes.
@@ -138,7 +138,7 @@ def fit(
     watching = Watching(path / "open")
     if build == "first" or not grows:
         watching.gate.touch()
-    defaults = {"strategy": "memmap_superbatch", "max_epochs": 3, "num_sanity_val_steps": 0}
+    defaults = {"strategy": "memmap_superbatch", "max_epochs": 2, "num_sanity_val_steps": 0}
     given = {**defaults, **(trainer_options or {})}
     trainer = make_trainer(path, devices=devices, callbacks=[watching], **given)
     trainer.fit(module, datamodule=data)

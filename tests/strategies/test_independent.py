@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 
 from lightning_memmap import MemmapDataModule
+from lightning_memmap._compat import independent
 from lightning_memmap.errors import MemberError
 from lightning_memmap.sampling import KFold
 from lightning_memmap.strategies import IndependentStrategy, MemberResults, read_results
@@ -37,6 +39,7 @@ from lightning_memmap.strategies.members.results import (
 )
 from tests.contract.strategies.cases import CASES
 from tests.support.models import Points, Regression, make_trainer, weights
+from tests.support.preloaded import python
 from tests.support.processes import ROOT, TIMEOUT_S, launch_any
 from tests.support.traces import changed_by_fit
 from tests.support.versions import weights_only
@@ -354,6 +357,7 @@ TRAIN = """
 import os, sys
 import lightning as L
 from lightning_memmap import MemmapDataModule
+from lightning_memmap._compat import independent
 from lightning_memmap.strategies import IndependentStrategy
 from tests.support.models import Points, Regression
 
@@ -376,12 +380,19 @@ train()
 """
 
 
+def test_program_begins_where_it_imports_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert runpy.run_path(independent.__file__)["BEGAN_IN"] == str(tmp_path)
+
+
 def test_program_that_changes_its_directory_runs_again_where_it_began(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN + CHANGES_DIRECTORY)
     (tmp_path / "config").write_text("here")
     paths = os.environ.get("PYTHONPATH", "")
     done = subprocess.run(
-        [sys.executable, "train.py", "argument"],
+        [python(), "train.py", "argument"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{paths}", "OMP_NUM_THREADS": "1"},
         capture_output=True,

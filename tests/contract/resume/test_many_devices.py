@@ -9,14 +9,15 @@ import torch
 from lightning_memmap import MemmapDataModule
 from tests.support.models import Points, Regression, SaveAt, make_trainer, weights
 
-ROWS, GLOBAL_BATCH, EPOCHS = 20_160, 192, 3
+#: 53 whole steps in an epoch.
+ROWS, GLOBAL_BATCH, EPOCHS = 20_352, 384, 3
 #: Data devices of each leg, its strategy, and the step after which it ends.
 LEGS = [
-    (8, "memmap_superbatch", 40),
-    (16, "memmap_superbatch", 90),
-    (48, "memmap_dp", 131),
-    (64, "memmap_superbatch", 200),
-    (6, "memmap_superbatch", 250),
+    (8, "memmap_superbatch", 20),
+    (16, "memmap_superbatch", 45),
+    (48, "memmap_dp", 66),
+    (64, "memmap_superbatch", 100),
+    (6, "memmap_superbatch", 125),
     (1, "auto", None),
 ]
 

@@ -23,7 +23,8 @@ from tests.programs.reliability.dataset import EDITED
 from tests.programs.reliability.forks import Raised, call
 from tests.programs.reliability.outcome import Outcome, Subject
 from tests.programs.reliability.runner import runners
-from tests.support.store.build_server import events_of_today, kill_before_change
+from tests.support.daily import numbers_of_today
+from tests.support.store.build_server import kill_before_change
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +51,7 @@ def kill_at_changes(name: str, path: Path) -> None:
     EDITED.clear()
     change, outcome, left = CASES[name], Outcome(), list[int | None]()
     change.prepare(path / "beginnings" / name)
-    for event in events_of_today(KILL_STEP):
+    for event in numbers_of_today(KILL_STEP):
         directory = begin(path / "beginnings", path, name)
         attempt, place = (
             Attempt(directory, overwrite="s" in change.stores),

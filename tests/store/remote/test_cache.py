@@ -16,13 +16,9 @@ from lightning_memmap.store.remote import cache as module
 from lightning_memmap.store.remote.cache import DIRECTORY, LIMIT
 from lightning_memmap.store.remote.files import OFFLINE, RemoteFiles
 from tests.programs.reliability.runner import fork_server
+from tests.support.daily import numbers_of_today
 from tests.support.datasets import Numbered, holds
-from tests.support.store.build_server import (
-    BuildServer,
-    events_of_today,
-    kill_before_change,
-    killed,
-)
+from tests.support.store.build_server import BuildServer, kill_before_change, killed
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -251,7 +247,7 @@ def test_fetch_killed_at_any_change_leaves_no_shard_uncounted(
     server: BuildServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = far(tmp_path / "1", 1), far(tmp_path / "2", 2)
-    for event in events_of_today(2):
+    for event in numbers_of_today(2):
         cache = tmp_path / f"cache{event}"
         monkeypatch.setenv(DIRECTORY, str(cache))
         status = server.run(fetch_until, event, one, cache)

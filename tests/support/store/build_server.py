@@ -8,11 +8,9 @@ before it is waited for, so that its id cannot come to mean another process.
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from datetime import date
 from functools import partial
-from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import sleep
@@ -182,11 +180,6 @@ def kill_before_change(event: int) -> None:
         left -= 1
 
     sys.addaudithook(watch)
-
-
-def events_of_today(step: int) -> Iterator[int]:
-    """Count in steps, from a number that changes from day to day, so that all have their turn."""
-    return count(date.today().toordinal() % step, step)
 
 
 CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.link"}
