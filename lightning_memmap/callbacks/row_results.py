@@ -162,11 +162,7 @@ class RowResults(ResultWriter, L.Callback):
 
     @override
     def on_train_batch_start(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         """Forget what the last step has logged for its rows."""
         logged_rows(pl_module).clear()
@@ -180,7 +176,7 @@ class RowResults(ResultWriter, L.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Keep the results of the step, and write those of some steps at once."""
+        """Keep the results of the step until some steps are written at once."""
         if self._stage == "train":
             self._keep(trainer, pl_module, outputs, batch_idx)
 
@@ -205,20 +201,8 @@ class RowResults(ResultWriter, L.Callback):
     @override
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Find the loader, and claim the folder."""
-        if self._stage == "val" and not trainer.sanity_checking:
-            self._begin(trainer, trainer.val_dataloaders)
-
-    @override
-    def on_validation_batch_start(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Forget what the last step has logged for its rows."""
-        logged_rows(pl_module).clear()
+        if self._is_evaluated(trainer):
+            self._begin(trainer, getattr(trainer, f"{self._stage}_dataloaders"))
 
     @override
     def on_validation_batch_end(
@@ -230,54 +214,26 @@ class RowResults(ResultWriter, L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keep the results of the step, and write those of some steps at once."""
-        is_ours = self._stage == "val" and dataloader_idx == self._loader_index
-        if is_ours and not trainer.sanity_checking:
+        """Keep the results of the step until some steps are written at once."""
+        if self._is_evaluated(trainer) and dataloader_idx == self._loader_index:
             self._keep(trainer, pl_module, outputs, batch_idx)
 
     @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Commit the results."""
-        if self._stage == "val" and not trainer.sanity_checking:
+        if self._is_evaluated(trainer):
             self._commit(trainer)
 
-    @override
-    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Find the loader, and claim the folder."""
-        if self._stage == "test":
-            self._begin(trainer, trainer.test_dataloaders)
+    on_validation_batch_start = on_test_batch_start = on_train_batch_start
+    on_test_start = on_validation_start
+    on_test_batch_end = on_validation_batch_end
+    on_test_end = on_validation_end
 
-    @override
-    def on_test_batch_start(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Forget what the last step has logged for its rows."""
-        logged_rows(pl_module).clear()
-
-    @override
-    def on_test_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Keep the results of the step, and write those of some steps at once."""
-        if self._stage == "test" and dataloader_idx == self._loader_index:
-            self._keep(trainer, pl_module, outputs, batch_idx)
-
-    @override
-    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Commit the results."""
-        if self._stage == "test":
-            self._commit(trainer)
+    def _is_evaluated(self, trainer: L.Trainer) -> bool:
+        """Return whether the Trainer evaluates the split, and not only for a sanity check."""
+        stage = trainer.state.stage
+        assert stage is not None
+        return not trainer.sanity_checking and stage.dataloader_prefix == self._stage
 
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
