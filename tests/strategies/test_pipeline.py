@@ -12,7 +12,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
-    BaseFinetuning,
     ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
@@ -31,6 +30,7 @@ from tests.support.models import (
     Penalised,
     PlayersByHand,
     Points,
+    Thaws,
     make_trainer,
     weights,
 )
@@ -434,17 +434,6 @@ class CallsOutside(Staged):
         self(torch.zeros(4, 8))
 
 
-class Unfreezes(BaseFinetuning):
-    """Trains the first layer from the second epoch on."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.net[0])
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
-
-
 class Lbfgs(ByLbfgs, Staged):
     pass
 
@@ -636,7 +625,7 @@ def test_what_is_not_supported_is_rejected_on_every_rank(tmp_path: Path) -> None
         (Staged, {}, callback(swa), ValueError, "StochasticWeightAveraging"),
         (Staged, {}, callback(ema), ValueError, "EMAWeightAveraging"),
         (Staged, {}, callback(pruning), ValueError, "ModelPruning"),
-        (Staged, {}, callback(Unfreezes()), ValueError, "Unfreezes"),
+        (Staged, {}, callback(Thaws()), ValueError, "Thaws"),
         (Unset, {}, {}, UnsuitableModuleError, r"net\.4 .*unset"),
         (Staged, {}, {"sync_batchnorm": True}, ValueError, "sync_batchnorm=True"),
         (Staged, {"schedule": "zigzag"}, {}, ValueError, "schedule='zigzag'.*interleaved"),

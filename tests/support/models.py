@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -453,6 +454,31 @@ def make_trainer(path: Path, **options: Any) -> L.Trainer:
 def weights(module: nn.Module) -> Tensor:
     """All parameters as one vector, on the CPU."""
     return torch.cat([p.detach().cpu().flatten() for p in module.parameters()])
+
+
+def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters that this process has, by name; sharded ones are gathered, on all ranks."""
+    return {
+        name: getattr(parameter, "full_tensor", lambda value=parameter: value)().detach().clone()
+        for name, parameter in module.named_parameters()
+        if not parameter.is_meta
+    }
+
+
+def whole_weights(module: nn.Module) -> Tensor:
+    """All parameters as one vector; sharded ones are gathered, on all ranks."""
+    return torch.cat([value.flatten().float() for value in whole_parameters(module).values()])
+
+
+class Thaws(BaseFinetuning):
+    """Trains the first layer of ``net`` from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
 
 
 def set_up(data: MemmapDataModule, stage: str | None = None) -> MemmapDataModule:

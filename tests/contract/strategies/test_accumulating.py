@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.strategies import FSDP2Strategy
-from tests.contract.strategies.test_manual import whole_weights
 from tests.strategies.test_fsdp2 import Deep
-from tests.support.models import Points, make_trainer
+from tests.support.models import Points, make_trainer, whole_weights
 from tests.support.processes import launch
 
 #: The last two micro-batches are smaller, and have odd numbers of rows.

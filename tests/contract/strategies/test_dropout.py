@@ -20,8 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.callbacks import StepSeeder
-from tests.contract.strategies.test_weighted_items import whole_parameters
-from tests.support.models import IS_SIMULATED, Points, SaveAt, make_trainer
+from tests.support.models import IS_SIMULATED, Points, SaveAt, make_trainer, whole_parameters
 from tests.support.processes import each_case, launch
 from tests.support.training import make_strategy
 

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
-from tests.support.models import Points, Regression, make_trainer, weights
+from tests.support.models import Points, Regression, Thaws, make_trainer, weights, whole_weights
 from tests.support.processes import each_case, in_processes
 from tests.support.training import make_strategy
 
@@ -31,17 +31,6 @@ class Normed(Regression):
     def configure_optimizers(self) -> Any:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return torch.optim.SGD(trained, lr=0.05, momentum=0.9)
-
-
-class Thaws(BaseFinetuning):
-    """Trains the first layer from the second epoch on."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.net[0])
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
 
 
 class Freezes(Thaws):
@@ -110,12 +99,9 @@ def fit(
     module = Normed()
     begin = weights(module)
     trainer.fit(module, data)
-    whole: list[Tensor] = [
-        getattr(p, "full_tensor", lambda p=p: p)().detach() for p in module.parameters()
-    ]
     return {
         "begin": begin,
-        "weights": torch.cat([value.flatten().float() for value in whole]),
+        "weights": whole_weights(module),
         "steps": module.steps.item(),
     }
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memmap import MemmapDataModule
-from tests.support.models import Points, Regression, make_trainer
+from tests.support.models import Points, Regression, make_trainer, whole_weights
 from tests.support.processes import each_case, in_processes
 from tests.support.training import make_strategy
 
@@ -71,12 +71,6 @@ class Adversarial(Regression):
             torch.optim.SGD(self.generator.parameters(), lr=0.1, momentum=0.5),
             torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.5),
         ]
-
-
-def whole_weights(module: nn.Module) -> Tensor:
-    """All parameters as one vector; sharded ones are gathered, on all ranks."""
-    parts = [getattr(p, "full_tensor", lambda p=p: p)() for p in module.parameters()]
-    return torch.cat([part.detach().flatten().float() for part in parts])
 
 
 def fit(

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.sampling import Packed
 from tests.loading.test_packed_weights import Counted
-from tests.support.models import make_trainer
-from tests.support.processes import launch
+from tests.support.models import make_trainer, whole_parameters
+from tests.support.processes import each_case, launch
 from tests.support.training import make_strategy
 
 LENGTH, VOCABULARY, LR = 24, 53, 2.0
@@ -77,11 +77,7 @@ def run(out: Path, strategy: str, devices: int, accumulated: int, epochs: int) -
     )
     module = TokenMean()
     trainer.fit(module, make_data(out / "stores", devices))
-    parameters = [getattr(each, "full_tensor", lambda e=each: e)() for each in module.parameters()]
-    return {
-        "parameters": [each.detach().cpu() for each in parameters],
-        "steps": trainer.global_step,
-    }
+    return {"parameters": [*whole_parameters(module).values()], "steps": trainer.global_step}
 
 
 EPOCHS = 2
@@ -122,32 +118,27 @@ def test_step_of_one_process_is_the_mean_over_all_of_its_tokens(
         torch.testing.assert_close(found, right, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "processes", "accumulated"),
-    [
-        ("memmap_superbatch_ddp", 1, 3),
-        ("memmap_superbatch_ddp", 2, 1),
-        ("memmap_superbatch_ddp", 4, 3),
-        ("memmap_fsdp2", 2, 3),
-    ],
-)
-def test_step_is_the_mean_over_all_of_its_tokens(
-    tmp_path: Path, strategy: str, processes: int, accumulated: int
-) -> None:
-    parameters, num_steps = expected(tmp_path / "expected", accumulated)
-    ranks = launch(
-        run,
-        tmp_path,
-        processes=processes,
-        strategy=strategy,
-        devices=processes,
-        accumulated=accumulated,
-        epochs=EPOCHS,
-    )
+IN_TWO_PROCESSES = [
+    ("memmap_superbatch_ddp", 1), ("memmap_superbatch_ddp", 3), ("memmap_fsdp2", 3)
+]  # fmt: skip
+
+
+def run_each(out: Path) -> dict[str, Any]:
+    """Train under each strategy of two processes."""
+    return {
+        str(number): run(out, strategy, 2, accumulated, EPOCHS)
+        for number, (strategy, accumulated) in each_case(IN_TWO_PROCESSES)
+    }
+
+
+def test_step_of_two_processes_is_the_mean_over_all_of_its_tokens(tmp_path: Path) -> None:
+    ranks = launch(run_each, tmp_path, processes=2)
     initial = [*make_layers().parameters()]
-    for rank in ranks:
-        assert rank["steps"] == num_steps
-        pairs = zip(rank["parameters"], parameters, initial, strict=True)
-        for found, right, before in pairs:
-            assert (right - before).abs().max() > 0.05
-            torch.testing.assert_close(found, right, rtol=0, atol=1e-5)
+    for number, (_, accumulated) in enumerate(IN_TWO_PROCESSES):
+        parameters, num_steps = expected(tmp_path / "expected", accumulated)
+        for result in (rank[str(number)] for rank in ranks):
+            assert result["steps"] == num_steps
+            pairs = zip(result["parameters"], parameters, initial, strict=True)
+            for found, right, before in pairs:
+                assert (right - before).abs().max() > 0.05
+                torch.testing.assert_close(found, right, rtol=0, atol=1e-5)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
-from tests.support.models import make_trainer
+from tests.support.models import make_trainer, whole_parameters
 from tests.support.processes import each_case, launch
 from tests.support.training import make_strategy
 
@@ -97,15 +97,6 @@ class Sentiment(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.5)
-
-
-def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters that this process has, whole."""
-    return {
-        name: getattr(parameter, "full_tensor", lambda value=parameter: value)().detach().clone()
-        for name, parameter in module.named_parameters()
-        if not parameter.is_meta
-    }
 
 
 def expected(
