@@ -23,7 +23,6 @@ from lightning_memmap.schema.structure import (
     MASK,
     MAX_DEPTH,
     NONE,
-    Key,
     Node,
     Path,
     as_container,
@@ -85,7 +84,7 @@ class Inference:
         node_kind, keys, _ = containers[0]
         if not self.is_batch and {kind for kind, _, _ in containers} <= {"tuple", "list"}:
             return self._infer_lists(node_kind, values, path, in_record)
-        return self._infer_container(node_kind, keys, values, path, in_record)
+        return self._infer_container(Node(node_kind, tuple(keys)), values, path, in_record)
 
     def _infer_lists(
         self, node_kind: Any, lists: Sequence[Sequence[Any]], path: Path, in_record: bool
@@ -123,7 +122,8 @@ class Inference:
                         " length of the list instead, or leave it out"
                     )
                 return Node("records", (), (record,))
-        return self._infer_container(node_kind, range(min(lengths)), lists, path, in_record)
+        node = Node(node_kind, tuple(range(min(lengths))))
+        return self._infer_container(node, lists, path, in_record)
 
     def _infer_number_field(
         self, lists: Sequence[Sequence[Any]], path: Path, *, may_mix_dtypes: bool
@@ -156,23 +156,19 @@ class Inference:
         )
 
     def _infer_container(
-        self,
-        node_kind: Any,
-        keys: Sequence[Key],
-        values: Sequence[Any],
-        path: Path,
-        in_record: bool,
+        self, node: Node, values: Sequence[Any], path: Path, in_record: bool
     ) -> Node:
-        classes = {type(value).__name__ for value in values} if node_kind in CLASS_KINDS else {""}
-        if len(classes) > 1:
+        """Infer the children of a container, and what else its node records."""
+        is_class = node.kind in CLASS_KINDS
+        names = {type(value).__name__ for value in values} if is_class else {""}
+        if len(names) > 1:
             raise _mismatch(path)
-        node = Node(node_kind, tuple(keys))
         children = [
             self.infer(column, (*path, key), in_record=in_record)
-            for key, column in zip(keys, split_columns(values, node, path), strict=True)
+            for key, column in zip(node.keys, split_columns(values, node, path), strict=True)
         ]
         feature_dims = 0
-        if node_kind == "tensordict":
+        if node.kind == "tensordict":
             fields = [field for child in children for field in child.fields]
             if not fields or any(field.is_text for field in fields):
                 raise SchemaError(
@@ -180,7 +176,7 @@ class Inference:
                     " Return its other values next to it, in a dict or tuple"
                 )
             feature_dims = len(fields[0].shape) + self.is_batch - values[0].batch_dims
-        return Node(node_kind, tuple(keys), tuple(children), classes.pop(), feature_dims)
+        return Node(node.kind, node.keys, tuple(children), names.pop(), feature_dims)
 
 
 def _merge_fields(fields: Sequence[Field], path: Path) -> Field:

@@ -240,7 +240,7 @@ def _stack_leaves(field: Field, leaves: Sequence[Any]) -> Values:
         # If this fails, the leaves are converted one at a time below.
         with suppress(RuntimeError, TypeError, ValueError, OverflowError, AttributeError):
             return _stack_same_type(field, leaves)
-    data, sizes = _concatenate(field, [check_leaf(field, leaf) for leaf in leaves])
+    data, sizes = _stack_arrays(field, [check_leaf(field, leaf) for leaf in leaves])
     return Values(as_tensor(data), sizes)
 
 
@@ -261,11 +261,12 @@ def _stack_same_type(field: Field, leaves: Sequence[Any]) -> Values:
     are_arrays = python_type in (Tensor, np.ndarray)
     if not (are_arrays and all(map(field.admits, set(map(_shape, leaves))))):
         raise TypeError("the leaves must be converted one at a time")
-    return as_values(field, *_concatenate(field, leaves))
+    return as_values(field, *_stack_arrays(field, leaves))
 
 
-def _concatenate(field: Field, leaves: Sequence[Any]) -> tuple[Array, Integers | None]:
-    """Return the concatenated items of arrays or tensors, and the sizes; see `Values`."""
+def _stack_arrays(field: Field, leaves: Sequence[Any]) -> tuple[Array, Integers | None]:
+    """Stack arrays or tensors of one shape, or concatenate their items. Return the sizes too; see
+    `Values`."""
     count = field.num_variable
     sizes = np.array([leaf.shape[:count] for leaf in leaves], np.int64) if count else None
     if count > 1:
@@ -316,17 +317,18 @@ def as_values(field: Field, rows: Any, sizes: Integers | None = None) -> Values:
     count = field.num_variable
     shape = tuple(array.shape[1:])
     dtype = array_dtype(array)
-    fits = field.kind.accepts(kind) and dtype == field.dtype
-    if sizes is not None:
-        fits &= (sizes.shape[1], shape) == (count, field.item_shape)
-    elif (fits := fits and field.admits(shape)) and count:
-        sizes = np.full((len(array), count), shape[:count], np.int64)
-        array = array.reshape(-1, *field.item_shape)
-    if not fits:
+    if sizes is None:
+        fits = field.admits(shape)
+    else:
+        fits = (sizes.shape[1], shape) == (count, field.item_shape)
+    if not (fits and dtype == field.dtype and field.kind.accepts(kind)):
         actual = Field(field.name, dtype, shape, kind).description
         raise MismatchError(
             f"field {field.name!r}: found rows of {actual}, expected rows of {field.description}"
         )
+    if count and sizes is None:  # These rows are alike, and others may differ.
+        sizes = np.full((len(array), count), shape[:count], np.int64)
+        array = array.reshape(-1, *field.item_shape)
     return Values(as_tensor(array), sizes)
 
 
