@@ -317,12 +317,14 @@ class BackgroundBuild:
         first_rows = find_first_rows(draft_stores)
         for spec in specs.values():
             _ = spec.identity  # Before a row is read.
-        for name, probes in self._read_probes(specs, draft_stores).items():
-            draft = specs[name].draft(draft_stores[name].num_rows, probes)
-            directory = specs[name].directory.path
-            building = Building.begin(directory, draft, resume=True, row_bytes=probes.typical_bytes)
+        all_probes = self._read_probes(specs, draft_stores)
+        for name, spec in specs.items():
+            probes = all_probes[name]
+            draft = spec.draft(draft_stores[name].num_rows, probes)
+            path = spec.directory.path
+            building = Building.begin(path, draft, resume=True, row_bytes=probes.typical_bytes)
             self._locks[name].enter_context(building)
-            row_group_of = make_source(specs[name].dataset, draft.schema).row_groups()
+            row_group_of = make_source(spec.dataset, draft.schema).row_groups()
             self._builds[name] = _Build(building, probes, row_group_of)
             if name in first_rows:
                 priorities, rows = first_rows[name]

@@ -126,16 +126,12 @@ class VariableItems(ABC):
         """Copy rows, by their indices in the files."""
         items, (starts, sizes) = self.items_and_ranges(file_rows)
         lengths = sizes.prod(axis=1)
-        item_bytes = self.field.item_bytes
         shape = int(lengths.sum()), *items.shape[1:]
         data = torch.empty(shape, dtype=items.dtype, device="cpu")
-        copy_segments(
-            leaf_bytes(items),
-            starts * item_bytes,
-            leaf_bytes(data),
-            starts_of(lengths) * item_bytes,
-            lengths * item_bytes,
-        )
+        num_bytes = lengths * self.field.item_bytes
+        starts = starts * self.field.item_bytes
+        targets = starts_of(num_bytes)
+        copy_segments(leaf_bytes(items), starts, leaf_bytes(data), targets, num_bytes)
         return Values(data, sizes)
 
 
