@@ -80,7 +80,7 @@ class Inference:
             fields = [infer_field(field_name(path), value) for value in values]
             return leaf_node(_merge_fields(fields, path))
         if len(containers) < len(candidates):
-            raise _mismatch(path)
+            raise _make_mismatch_error(path)
         node_kind, keys, _ = containers[0]
         if not self.is_batch and {kind for kind, _, _ in containers} <= {"tuple", "list"}:
             return self._infer_lists(node_kind, values, path, in_record)
@@ -162,7 +162,7 @@ class Inference:
         is_class = node.kind in CLASS_KINDS
         names = {type(value).__name__ for value in values} if is_class else {""}
         if len(names) > 1:
-            raise _mismatch(path)
+            raise _make_mismatch_error(path)
         children = [
             self.infer(column, (*path, key), in_record=in_record)
             for key, column in zip(node.keys, split_columns(values, node, path), strict=True)
@@ -182,7 +182,7 @@ class Inference:
 def _merge_fields(fields: Sequence[Field], path: Path) -> Field:
     """Return the field of several leaves at one path, which may differ in shape only."""
     if len({(field.dtype, len(field.shape), field.kind) for field in fields}) > 1:
-        raise _mismatch(path)
+        raise _make_mismatch_error(path)
     return merge_shapes(fields)
 
 
@@ -215,7 +215,7 @@ def widen_fields(node: Node, variable: Mapping[str, int]) -> Node:
     return node.map_fields(widen)
 
 
-def _mismatch(path: Path) -> MismatchError:
+def _make_mismatch_error(path: Path) -> MismatchError:
     return MismatchError(f"{describe_path(path)}: the samples differ in structure or dtype")
 
 

@@ -82,16 +82,15 @@ class SharedMemoryCheck:
     def compare(self, values: Sequence[Any]) -> None:
         """Set ``is_shared`` if two of the values are the same object, or share memory."""
         python_types = set(map(type, values))
-        others = python_types - _IMMUTABLE
-        mutable = {other for other in others if not issubclass(other, (tuple, np.generic))}
+        mutable = {t for t in python_types - _IMMUTABLE if not issubclass(t, (tuple, np.generic))}
         if self.is_shared or not mutable:
             return
         compared = values if mutable == python_types else [v for v in values if type(v) in mutable]
         is_one_type = len(mutable) == 1  # The memory of different types is not compared.
         are_distinct = is_one_type and len(set(map(id, compared))) == len(compared)
-        self.is_shared = not are_distinct or self._overlap(mutable.pop(), compared)
+        self.is_shared = not are_distinct or self._do_overlap(mutable.pop(), compared)
 
-    def _overlap(self, python_type: type, values: Sequence[Any]) -> bool:
+    def _do_overlap(self, python_type: type, values: Sequence[Any]) -> bool:
         if issubclass(python_type, Tensor):
             if all(map(Tensor.is_contiguous, values)):
                 starts = np.array([tensor.data_ptr() for tensor in values], np.int64)
@@ -104,13 +103,13 @@ class SharedMemoryCheck:
             views = [v for v in values if not (v.flags.owndata or type(v.base) is bytes)]
             if not (views and self._is_exact):
                 return bool(views)
-            bounds = np.array(list(map(_bounds, views)), np.int64)
+            bounds = np.array(list(map(_address_bounds, views)), np.int64)
             return _are_overlapping(bounds[:, 0], bounds[:, 1])
         # A read-only Pillow image uses the buffer that it was created from.
         return any(getattr(value, "readonly", 0) for value in values)
 
 
-def _bounds(array: NDArray[Any]) -> tuple[int, int]:
+def _address_bounds(array: NDArray[Any]) -> tuple[int, int]:
     """Return the addresses where the values of an array start and stop."""
     start = int(array.__array_interface__["data"][0])
     steps = [(size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)]

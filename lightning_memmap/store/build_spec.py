@@ -1,4 +1,4 @@
-"""What a build needs: the dataset and the options of the user, checked."""
+"""The specification of a build: the dataset and the options of the user, checked."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

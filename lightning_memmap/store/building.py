@@ -147,7 +147,7 @@ class Building:
         rows = range(draft.num_rows) if part is None else even_range(*part, draft.num_rows)
         for path in directory.unfinished(draft_name) if resume else ():
             try:
-                _check_same(read_draft(path, draft_name), draft)
+                _check_same_build(read_draft(path, draft_name), draft)
                 _check_own_files(path, draft)
                 journal = Journal(path, rows, index, _PATIENCE_S)
             except (OSError, ValueError, RecursionError, StoreError) as error:
@@ -216,7 +216,7 @@ class Building:
             rows = [self._written.popleft() for _ in range(len(self._written))]
             # A disk can take several files at once.
             with start_threads(_NUM_SYNCS) as pool:
-                list(pool.map(_sync, [*self.path.iterdir(), self.path]))
+                list(pool.map(_sync_if_there, [*self.path.iterdir(), self.path]))
             if self.journal is not None and rows:
                 short = [np.asarray(block) for block in rows if len(block) < _MANY_ROWS]
                 blocks = [block for block in rows if len(block) >= _MANY_ROWS]
@@ -304,7 +304,7 @@ def raise_if_full(error: object, store: Path, then: str) -> None:
         raise StoreError(f"{store}: out of memory during its build; {then}") from error
 
 
-def _sync(path: Path) -> None:
+def _sync_if_there(path: Path) -> None:
     """Sync a file to the disk. Temporary files of other parts may have been removed."""
     try:
         sync_path(path)
@@ -409,7 +409,7 @@ def _check_own_files(path: Path, draft: Manifest) -> None:
                 raise StoreError(f"{name} has {size} bytes, expected {num_bytes}")
 
 
-def _check_same(begun: Manifest, draft: Manifest) -> None:
+def _check_same_build(begun: Manifest, draft: Manifest) -> None:
     """Check that an interrupted build has the same draft. The message says what differs."""
     identity = begun.fingerprint or Fingerprint({})
     changed = identity.difference(draft.fingerprint or Fingerprint({}))

@@ -5,8 +5,8 @@ so on. If rows differ in length, ``FIELD.values`` has the items of all rows, con
 padding, and ``FIELD.index`` an int64 for each row: one past its last item. If several dimensions
 differ, their sizes follow it.
 
-During a build, each writer of such a field appends its rows to a file of its own, and a file of
-fixed size has the location of each row. `VariableColumn.finish` concatenates the rows.
+During a build, each writer of such a field appends its rows to a separate file, and a file of fixed
+size has the location of each row. `VariableColumn.finish` concatenates the rows.
 """
 
 import math

@@ -211,9 +211,9 @@ def copy_segments(
     )
     for start, stop, target_start, target_stop in zip(*map(np.ndarray.tolist, bounds), strict=True):
         target_data[target_start:target_stop] = source_data[start:stop]
-    for block, segments in _by_block(lengths, _LONG_BYTES):
-        source_blocks = _windows(source, block)
-        target_blocks = _windows(target, block)
+    for block, segments in _group_by_block(lengths, _LONG_BYTES):
+        source_blocks = _blocks_at_each_byte(source, block)
+        target_blocks = _blocks_at_each_byte(target, block)
         pass_segments = _PASS_BYTES // block
         for first in range(0, len(segments), pass_segments):
             here = segments[first : first + pass_segments]
@@ -224,7 +224,7 @@ def copy_segments(
             target_blocks[targets + rests] = source_blocks[sources + rests]
 
 
-def _by_block(lengths: Integers, below: int) -> Iterator[tuple[int, Integers]]:
+def _group_by_block(lengths: Integers, below: int) -> Iterator[tuple[int, Integers]]:
     """Yield sizes, powers of two, and the segments that two blocks of this size cover.
 
     The first block starts with the segment, and the second one ends with it.
@@ -236,7 +236,7 @@ def _by_block(lengths: Integers, below: int) -> Iterator[tuple[int, Integers]]:
         yield 1 << power, np.flatnonzero(powers == power)
 
 
-def _windows(memory: Bytes, block: int) -> NDArray[np.void]:
+def _blocks_at_each_byte(memory: Bytes, block: int) -> NDArray[np.void]:
     """Return a view of memory whose element ``i`` is the block that begins at byte ``i``."""
     dtype = np.dtype((np.void, block))
     windows: NDArray[np.void] = np.ndarray((len(memory) - block + 1,), dtype, memory, 0, (1,))

@@ -393,8 +393,8 @@ class BackgroundBuild:
             task_s = min(_TASK_S, max(_FIRST_TASK_S, (monotonic() - start_s) / 10))
             if not requests:
                 self._commit()
-                others = ((0, build.next_rows(), name) for name, build in self._builds.items())
-                requests = next(([task] for task in others if len(task[1])), [])
+                unrequested = ((0, build.next_rows(), name) for name, build in self._builds.items())
+                requests = next(([task] for task in unrequested if len(task[1])), [])
             if not requests:
                 return
             _, rows, name = min(requests, key=itemgetter(0))

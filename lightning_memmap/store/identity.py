@@ -147,7 +147,7 @@ class _Reader:
         encode = partial(msgspec.msgpack.encode, enc_hook=self._describe, order="deterministic")
         self._objects = {**self._datasets}
         with suppress(TypeError, ValueError, OverflowError, RecursionError):
-            return _digest(encode(_pairs(value)))
+            return _digest(encode(_dicts_to_pairs(value)))
         return f"type {type(value).__qualname__}"  # Circular, or nested too deeply.
 
     def _describe(self, value: Any) -> Any:
@@ -159,20 +159,20 @@ class _Reader:
             return shown
         if isinstance(value, np.ndarray):
             if value.dtype.hasobject:
-                return [list(value.shape), _pairs(value.reshape(-1).tolist())]
+                return [list(value.shape), _dicts_to_pairs(value.reshape(-1).tolist())]
             return [value.dtype.str, list(value.shape), self._hash(leaf_bytes(value))]
         if isinstance(value, (array, deque)):
-            return _pairs(list(value))
+            return _dicts_to_pairs(list(value))
         if isinstance(value, os.PathLike):
             return os.fsdecode(value)
         if isinstance(value, (np.generic, range, slice, complex, enum.Enum)):
             return repr(value)
-        if (file := _file_of(value)) is not None:
+        if (file := _describe_h5py_array(value)) is not None:
             return file
         if callable(getattr(value, "close", None)) and not isinstance(value, Dataset):
             return None  # Whether a file is already open must not matter.
         if isinstance(value, partial):
-            return _pairs([value.func, value.args, value.keywords])
+            return _dicts_to_pairs([value.func, value.args, value.keywords])
         value_type = value if hasattr(value, "__qualname__") else type(value)
         is_plain = _is_known(value_type) and not isinstance(value, Dataset)
         if isinstance(value, type) or is_plain or id(value) in self._objects:
@@ -181,10 +181,10 @@ class _Reader:
         if isinstance(value, types.FunctionType):
             held = [cell.cell_contents for cell in value.__closure__ or ()]
             code = value.__code__
-            return _pairs(
+            return _dicts_to_pairs(
                 [value_type.__qualname__, code.co_code, code.co_consts, value.__defaults__, held]
             )
-        return _pairs([value_type.__qualname__, _parts_of(value)])
+        return _dicts_to_pairs([value_type.__qualname__, _parts_of(value)])
 
     def _hash(self, data: NDArray[np.uint8]) -> str:
         if len(data) <= self._bytes_left:
@@ -203,11 +203,11 @@ def _parts_of(value: Any) -> dict[str, Any]:
     # Without its module, whose name depends on whether the file is run or imported.
     parts: dict[str, Any] = {"the class": value_type.__qualname__}
     for base in value_type.__mro__:
-        if (source := _source(base)) is not None:
+        if (source := _source_text(base)) is not None:
             parts[f"the source of class {base.__qualname__}"] = source
     if isinstance(value, (list, tuple, dict, deque, array, Tensor, np.ndarray)):
         parts["the items"] = value
-    elif (file := _file_of(value)) is not None:
+    elif (file := _describe_h5py_array(value)) is not None:
         parts["the file"] = file
     if isinstance(value, ImageFolder):
         parts["the files"] = value.file_states()
@@ -228,12 +228,12 @@ def _parts_of(value: Any) -> dict[str, Any]:
     return parts
 
 
-def _pairs(value: Any) -> Any:
+def _dicts_to_pairs(value: Any) -> Any:
     """Replace the dicts of a value by lists of pairs."""
     if isinstance(value, dict):
-        return [[key, _pairs(item)] for key, item in value.items()]
+        return [[key, _dicts_to_pairs(item)] for key, item in value.items()]
     if isinstance(value, (list, tuple)) and not set(map(type, value)) <= _PLAIN_TYPES:
-        return [_pairs(item) for item in value]
+        return [_dicts_to_pairs(item) for item in value]
     return value
 
 
@@ -250,7 +250,7 @@ def _package(value_type: Any) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _source(value_type: type) -> str | None:
+def _source_text(value_type: type) -> str | None:
     """Return the source text of a class. It is cached, because finding it parses the file."""
     if _is_known(value_type) or _package(value_type) in _RELEASED:
         return None
@@ -260,7 +260,7 @@ def _source(value_type: type) -> str | None:
         return None
 
 
-def _file_of(value: Any) -> list[Any] | None:
+def _describe_h5py_array(value: Any) -> list[Any] | None:
     """Describe an array of h5py: its name, its file, and the state of the file; else None."""
     # False once its file is closed.
     if type(value).__module__.partition(".")[0] != "h5py" or not value:

@@ -64,7 +64,7 @@ class JoinedStore(Store):
         self.parts = list(stores.values())
         self._rows = self.rows()
         #: The first memory row of each store, int64 of shape (stores,).
-        self._memory_starts = self._align([part.num_rows for part in self.parts])
+        self._memory_starts = self._find_page_starts([part.num_rows for part in self.parts])
         #: Maps file rows to memory rows.
         self._to_memory = Runs(self._rows.starts, self._memory_starts - self._rows.starts)
         #: The files of each field: see `Store.row_files`.
@@ -77,7 +77,7 @@ class JoinedStore(Store):
             else:
                 part.pending.expect(range(part.num_shards))
         mapped = zip(*(part.mapped_columns for part in self.parts), strict=True)
-        columns = [self._join(index, parts) for index, parts in enumerate(mapped)]
+        columns = [self._join_columns(index, parts) for index, parts in enumerate(mapped)]
         first = self.parts[0].manifest
         more = {
             "num_rows": sum(part.num_rows for part in self.parts),
@@ -120,7 +120,7 @@ class JoinedStore(Store):
 
     @cached_property
     @override
-    def _mapped_again(self) -> Store:
+    def _reopened(self) -> Store:
         paths = ", ".join(part.location for part in self.parts)
         raise StoreError(
             "the rows of several stores aren't one tensor: call this on the open_store(path) of"
@@ -147,7 +147,7 @@ class JoinedStore(Store):
     def __reduce__(self) -> tuple[Any, ...]:
         return JoinedStore, (self.path, dict(zip(self._names, self.parts, strict=True)))
 
-    def _align(self, sizes: Sequence[int]) -> Integers:
+    def _find_page_starts(self, sizes: Sequence[int]) -> Integers:
         """Find memory rows for the rows, or items, of each store, so that files start on pages.
 
         Args:
@@ -160,7 +160,7 @@ class JoinedStore(Store):
         unit = max(_PAGE // math.gcd(_PAGE, field.item_bytes or _PAGE) for field in fields)
         return starts_of((np.array(sizes, np.int64) // unit + 1) * unit)
 
-    def _join(self, index: int, columns: Sequence[OpenColumn]) -> OpenColumn:
+    def _join_columns(self, index: int, columns: Sequence[OpenColumn]) -> OpenColumn:
         """Join the columns of one field, by its index in the schema."""
         field = self.parts[0].schema.fields[index]
         variable = [column for column in columns if isinstance(column, VariableItems)]
@@ -168,13 +168,13 @@ class JoinedStore(Store):
             return _JoinedItems(field, self._find_memory_rows, variable, self._memory_starts)
         indexed = [column for column in variable if isinstance(column, IndexedItems)]
         sizes = [len(column.items) for column in indexed] or [part.num_rows for part in self.parts]
-        item_starts = self._align(sizes)
+        item_starts = self._find_page_starts(sizes)
         files = self._files[field.name] = [
             (path, start * field.item_bytes, num_bytes)
             for part, start in zip(self.parts, item_starts.tolist(), strict=True)
             for path, _, num_bytes in part.row_files(part.manifest.columns[index])
         ]
-        items = _map(field, files, int(item_starts[-1]) + sizes[-1])
+        items = _map_files(field, files, int(item_starts[-1]) + sizes[-1])
         if not indexed:
             return MappedRows(self._find_memory_rows, items)
         num_rows = int(self._memory_starts[-1]) + self.parts[-1].num_rows
@@ -249,7 +249,7 @@ class _JoinedPendingRows(PendingRows):
     def __init__(self, store: JoinedStore) -> None:
         self._store = store
 
-    def _by_store(self, rows: Integers) -> Iterator[tuple[PendingRows, Integers, Integers]]:
+    def _split_pending(self, rows: Integers) -> Iterator[tuple[PendingRows, Integers, Integers]]:
         """Yield the pending rows of each store, the indices of its rows in `rows`, and its rows."""
         for part, here, part_rows in self._store.split_by_store(rows):
             if part.pending is not None:
@@ -269,21 +269,21 @@ class _JoinedPendingRows(PendingRows):
 
     @override
     def request(self, rows: Integers, priorities: Integers | None = None) -> None:
-        for pending, here, part_rows in self._by_store(rows):
+        for pending, here, part_rows in self._split_pending(rows):
             pending.request(part_rows, here if priorities is None else priorities[here])
 
     @override
     def wait(self, rows: Integers) -> None:
-        for pending, _, part_rows in self._by_store(rows):
+        for pending, _, part_rows in self._split_pending(rows):
             pending.wait(part_rows)
 
     @override
     def close(self) -> None:
-        for pending, *_ in self._by_store(np.zeros(0, np.int64)):
+        for pending, *_ in self._split_pending(np.zeros(0, np.int64)):
             pending.close()
 
 
-def _map(field: Field, files: Sequence[tuple[Path, int, int]], num_rows: int) -> Tensor:
+def _map_files(field: Field, files: Sequence[tuple[Path, int, int]], num_rows: int) -> Tensor:
     """Map files into one range of addresses.
 
     Args:

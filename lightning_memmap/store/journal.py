@@ -83,7 +83,7 @@ class Journal:
         for start in range(0, len(self.rows), _MARKED_ROWS):
             rows = self.rows[start : start + _MARKED_ROWS]
             is_other = read_marks(self._generation, self.name, start, len(rows)) != mark
-            # Where ranges of this mark start and stop, in turn.
+            # The starts and stops of the ranges of this mark, in turn.
             bounds = np.flatnonzero(np.diff(is_other, prepend=True, append=True)).tolist()
             pairs = zip(bounds[::2], bounds[1::2], strict=True)
             yield from (rows[start:stop] for start, stop in pairs)

@@ -30,12 +30,12 @@ def check_dataset(
 ) -> None:
     """Check that a store may be of a dataset: compare fingerprints, or else probe rows."""
     if not is_iterable_only(dataset):
-        _check_length(store, len(dataset))
+        _check_num_rows(store, len(dataset))
     stored = store.manifest.fingerprint
     if fingerprint is not None and stored is not None and stored.by_user is not None:
         if fingerprint != stored.by_user:
             difference = f"fingerprint={fingerprint!r}, and the store has {stored.by_user!r}"
-            raise _other_dataset(store, difference)
+            raise _make_other_dataset_error(store, difference)
     elif is_iterable_only(dataset):
         _check_first_rows(store, dataset)
     else:
@@ -91,7 +91,7 @@ def _comparison_advice(path: Path, fingerprint: str | None) -> str:
     return f"once; if they are equal, {recorded}"
 
 
-def _check_length(store: Store, num_rows: int) -> None:
+def _check_num_rows(store: Store, num_rows: int) -> None:
     if num_rows != (old := store.num_rows):
         difference = f"the dataset has {num_rows} rows, the store {old}"
         if num_rows > old:
@@ -99,7 +99,7 @@ def _check_length(store: Store, num_rows: int) -> None:
                 f" (if it has grown at its end, append_store(Subset(dataset, range({old},"
                 f" {num_rows})), {str(store.path)!r}) adds the new rows)"
             )
-        raise _other_dataset(store, difference)
+        raise _make_other_dataset_error(store, difference)
 
 
 def _check_first_rows(store: Store, stream: Any) -> None:
@@ -115,7 +115,7 @@ def _check_first_rows(store: Store, stream: Any) -> None:
 def _compare_all(store: Store, spec: BuildSpec) -> None:
     """Compare all rows of a dataset with the stored rows."""
     if spec.is_iterable_only:
-        _check_length(store, _compare_samples(store, iterate_samples(spec.dataset)))
+        _check_num_rows(store, _compare_samples(store, iterate_samples(spec.dataset)))
         return
     rows = range(store.num_rows)
     row_bytes = store.manifest.row_bytes
@@ -143,7 +143,7 @@ def _compare_samples(store: Store, samples: Iterable[Any]) -> int:
         rows = range(num_rows, num_rows + len(block))
         if rows.stop > store.num_rows:
             difference = f"the dataset has more rows than the store ({store.num_rows})"
-            raise _other_dataset(store, difference)
+            raise _make_other_dataset_error(store, difference)
         _compare(store, rows, partial(stack_rows, block, rows, store.schema))
         num_rows = rows.stop
     return num_rows
@@ -153,32 +153,33 @@ def _compare(store: Store, rows: range, read: Callable[[], list[Values]]) -> Non
     """Read rows and compare them with the stored rows."""
     fields = store.schema.fields
     all_stored = store.read(np.asarray(rows, np.int64))
-    for field, stored, values in zip(fields, all_stored, _as_stored(store, read), strict=True):
+    for field, stored, values in zip(fields, all_stored, _read_as_stored(store, read), strict=True):
         for row, one, other in zip(rows, values.rows(), stored.rows(), strict=True):
             if hash_row([one]) != hash_row([other]):
-                raise _other_row(store, row, f", in field {field.name!r}")
+                raise _make_other_row_error(store, row, f", in field {field.name!r}")
 
 
 def _check_probe(store: Store, dataset: Any, probe: tuple[int, str]) -> None:
     """Compare the hash of a row with the hash in the manifest. No stored row is read."""
     row, expected = probe
     read = partial(make_source(dataset, store.schema).read, range(row, row + 1))
-    if hash_row([next(values.rows()) for values in _as_stored(store, read)]) != expected:
-        raise _other_row(store, row)
+    if hash_row([next(values.rows()) for values in _read_as_stored(store, read)]) != expected:
+        raise _make_other_row_error(store, row)
 
 
-def _as_stored(store: Store, read: Callable[[], list[Values]]) -> list[Values]:
+def _read_as_stored(store: Store, read: Callable[[], list[Values]]) -> list[Values]:
     try:
         return read()
     except SchemaError as error:
-        raise _other_dataset(store, str(error)) from error
+        raise _make_other_dataset_error(store, str(error)) from error
 
 
-def _other_row(store: Store, row: int, where: str = "") -> DatasetError:
-    return _other_dataset(store, f"row {row} of the dataset differs from the stored row{where}")
+def _make_other_row_error(store: Store, row: int, where: str = "") -> DatasetError:
+    difference = f"row {row} of the dataset differs from the stored row{where}"
+    return _make_other_dataset_error(store, difference)
 
 
-def _other_dataset(store: Store, difference: str) -> DatasetError:
+def _make_other_dataset_error(store: Store, difference: str) -> DatasetError:
     return DatasetError(
         f"{difference}: the store at {store.path} was built from another dataset. Build it again"
         " (`overwrite=True`, or `lightning-memmap store build --overwrite`), choose another"

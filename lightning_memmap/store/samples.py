@@ -151,11 +151,11 @@ def infer_schema(samples: Sequence[Any], rows: Sequence[int], declared: Declared
                         raise
                 raise SchemaError(f"row {row}, {error}. {_ONE_STRUCTURE}") from error
             has_names = isinstance(sample, (Mapping, tuple)) or is_dataclass(sample)
-            raise _row_error(row, error, is_bare=not has_names) from error
+            raise _name_row(row, error, is_bare=not has_names) from error
     raise AssertionError("the samples have a schema")
 
 
-def _row_error(row: int, error: SchemaError, *, is_bare: bool, remedy: str = "") -> SchemaError:
+def _name_row(row: int, error: SchemaError, *, is_bare: bool, remedy: str = "") -> SchemaError:
     """Make an error that names the row. A bare sample is one value, and has no field to name."""
     text = str(error)
     if is_bare and text.startswith(name := f"field {field_name(())!r}"):
@@ -199,7 +199,7 @@ def flatten_row(
                 advice = _suggest_declaration(schema, [read_other(), sample])
             remedy = f". {advice}"
         is_bare = schema.structure.field is not None
-        raise _row_error(row, error, is_bare=is_bare, remedy=remedy) from error
+        raise _name_row(row, error, is_bare=is_bare, remedy=remedy) from error
 
 
 def _suggest_declaration(schema: Schema, samples: Sequence[Any]) -> str:

@@ -58,7 +58,7 @@ def read_series(store: Store, fields: tuple[str, ...], rows: Rows) -> Series:
     file_rows = store.memory_rows(find_file_rows(rows))
     store = store.completed()
     store.download(fields=fields)
-    all_series = [_series(store.column(name), file_rows) for name in fields]
+    all_series = [_find_series(store.column(name), file_rows) for name in fields]
     series = all_series[0]
     for name, other in zip(fields, all_series, strict=True):
         is_other = (other.steps != series.steps) | (other.starts != series.starts)
@@ -79,7 +79,7 @@ def find_file_rows(rows: Rows) -> Integers:
     return index if rows.is_file_order else rows.file_rows(rows.subset_index_at(index))
 
 
-def _series(column: OpenColumn, file_rows: Integers) -> Series:
+def _find_series(column: OpenColumn, file_rows: Integers) -> Series:
     if isinstance(column, IndexedItems):
         starts, sizes = column.locate(file_rows)
         return Series(starts, sizes[:, 0])

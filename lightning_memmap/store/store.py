@@ -212,7 +212,7 @@ class Store:
 
     def values(self, field: str, rows: Integers | None = None) -> NDArray[Any]:
         """Read the value of a field of each row; see `lightning_memmap.sampling.Fields`."""
-        index = self._index_of(field)
+        index = self._field_index(field)
         stored = self.schema.fields[index]
         kind = stored.kind
         is_text = isinstance(kind, Text) and not kind.many
@@ -231,8 +231,8 @@ class Store:
                 f" subset=Subset(field={self._masks(field)[-1]!r}, values=[True])."
             )
         if is_text:
-            return self._texts(stored, rows)
-        values = self._numbers(index, rows)
+            return self._read_texts(stored, rows)
+        values = self._read_numbers(index, rows)
         return values.view(kind.numpy_dtype) if isinstance(kind, Duration) else values
 
     def given(self, field: str) -> NDArray[np.bool_]:
@@ -240,15 +240,15 @@ class Store:
         rows = np.arange(self.num_rows, dtype=np.int64)
         is_present = np.ones(self.num_rows, np.bool_)
         for mask in self._masks(field):
-            is_present &= self._numbers(self._index_of(mask), rows)
+            is_present &= self._read_numbers(self._field_index(mask), rows)
         return is_present
 
     def _masks(self, field: str) -> list[str]:
         """List the masks of a field and of its parents, outermost first."""
-        name = self.schema.fields[self._index_of(field)].name
+        name = self.schema.fields[self._field_index(field)].name
         return [*self.schema.structure.masks[name]]
 
-    def _numbers(self, index: int, rows: Integers) -> NDArray[Any]:
+    def _read_numbers(self, index: int, rows: Integers) -> NDArray[Any]:
         """Read rows of a field that has one number in each."""
         store = self.completed()
         name = self.schema.fields[index].name
@@ -258,17 +258,17 @@ class Store:
         # numpy has no bfloat16.
         return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
 
-    def _texts(self, field: Field, rows: Integers) -> NDArray[Any]:
+    def _read_texts(self, field: Field, rows: Integers) -> NDArray[Any]:
         """Read the texts of rows, as Python objects: a numpy string array would use the size of
         the longest for all of them."""
-        column = self._items_of(field)
+        column = self._complete_items(field)
         data = column.items.numpy()
         starts, sizes = column.locate(column.file_rows(rows))
         pairs = zip(starts.tolist(), sizes[:, 0].tolist(), strict=True)
         texts = (field.decode(data[start : start + size].tobytes()) for start, size in pairs)
         return np.fromiter(texts, object, len(rows))
 
-    def _items_of(self, field: Field) -> IndexedItems:
+    def _complete_items(self, field: Field) -> IndexedItems:
         """Return the column of a field whose rows differ in length, with all rows."""
         store = self.completed()
         store.download(fields=[field.name])
@@ -278,16 +278,16 @@ class Store:
 
     def lengths(self, field: str) -> Integers:
         """Count the items of each row in dataset order, or the bytes of a text. Reads no value."""
-        stored = self.schema.fields[self._index_of(field)]
+        stored = self.schema.fields[self._field_index(field)]
         if not stored.num_variable:
             raise ValueError(
                 f"field {field!r}: all its rows have one length in the store at {self.path}: if"
                 f" others may differ, pass variable=[{field!r}] and overwrite=True, and name all"
                 " fields that differ alike"
             )
-        return self._items_of(stored).lengths(self.num_rows)
+        return self._complete_items(stored).lengths(self.num_rows)
 
-    def _index_of(self, field: str) -> int:
+    def _field_index(self, field: str) -> int:
         names = [stored.name for stored in self.schema.fields]
         # As a key of a sample, which may contain dots, or as it is stored.
         for name in (field_name([field]), stored_name(field)):
@@ -322,7 +322,7 @@ class Store:
         """
         from lightning_memmap.store.tensordicts import rows_of_shards  # It imports tensordict.
 
-        return rows_of_shards(self._mapped_again, range(self.num_shards))
+        return rows_of_shards(self._reopened, range(self.num_shards))
 
     def shard(self, shard: int) -> "TensorDict":
         """Return the rows of one shard, as `as_tensordict` returns all of them.
@@ -344,7 +344,7 @@ class Store:
             raise IndexError(f"shard={shard}: the store has {self.num_shards} shards, from 0")
         from lightning_memmap.store.tensordicts import rows_of_shards  # It imports tensordict.
 
-        return rows_of_shards(self._mapped_again, range(index, index + 1))
+        return rows_of_shards(self._reopened, range(index, index + 1))
 
     def items_of(self, field: str) -> Tensor:
         """Return the items of all rows of a field whose rows differ in length, concatenated.
@@ -360,19 +360,19 @@ class Store:
             ValueError: There is no such field, or all its rows have one shape.
             StoreError: As for `as_tensordict`.
         """
-        index = self._index_of(field)
+        index = self._field_index(field)
         if not self.schema.fields[index].num_variable:
             raise ValueError(f"field {field!r}: all its rows have one shape: see as_tensordict()")
         from lightning_memmap.store.tensordicts import Source  # It imports tensordict.
 
-        return Source(self._mapped_again, index, "items", range(self.num_shards)).view()
+        return Source(self._reopened, index, "items", range(self.num_shards)).view()
 
     @cached_property
-    def _mapped_again(self) -> "Store":
+    def _reopened(self) -> "Store":
         """The store, opened again: nothing else reads the memory of its mapping."""
         return copy(self.completed()).completed()
 
-    def damage(self, num_threads: int, advance: Callable[[int], None]) -> list[Damage]:
+    def find_damages(self, num_threads: int, advance: Callable[[int], None]) -> list[Damage]:
         """Compare all files with their checksums; see `lightning_memmap.store.verify_store`."""
         columns = self.manifest.columns
         sums = compute_checksums(self.files, columns, num_threads=num_threads, advance=advance)
@@ -385,7 +385,7 @@ class Store:
     def check_bytes(self, show: ShowProgress, *, num_threads: int = 2) -> None:
         """Raise a StoreError if a byte differs from its checksum."""
         with show("verifying", sum(self.manifest.file_bytes.values()), 1) as advance:
-            damages = self.damage(num_threads, advance)
+            damages = self.find_damages(num_threads, advance)
         if damages:
             more = f", and {len(damages) - 3} more" if len(damages) > 3 else ""
             raise StoreError(

@@ -87,7 +87,7 @@ class Source(NamedTuple):
         if self.content == "items":
             return column.items
         if self.content == "start":
-            return torch.from_numpy(_starts(column, self.rows))
+            return torch.from_numpy(_read_starts(column, self.rows))
         index = torch.from_numpy(column.index)
         return index[:, 0] if self.content == "stop" else index[:, 1:]
 
@@ -98,7 +98,7 @@ class Source(NamedTuple):
         return StoredTensor.of(opened[self.rows] if is_cut else opened, self)
 
 
-def _starts(column: IndexedItems, rows: slice) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _read_starts(column: IndexedItems, rows: slice) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Check the index of rows, and return the first item of each."""
     starts = np.empty(rows.stop - rows.start, np.int64)
     for first in range(rows.start, rows.stop, LOCATED_ROWS):

@@ -82,7 +82,7 @@ class Workers:
             return
         work: Callable[[Task], Outcome] | None = None
         for task in tasks:
-            with _our_errors():
+            with _converted_errors():
                 work = work or make(self.dataset)
                 outcome = work(task)
             receive(task, outcome)
@@ -166,18 +166,18 @@ class _Process:
 
     def send(self, message: Any) -> None:
         """Send a message, or None to end the process."""
-        with self._is_alive():
+        with self._raise_if_dead():
             self.connection.send(message)
 
     def outcome(self) -> Any:
         """Receive the outcome of the oldest task, which may be an error."""
-        with self._is_alive():
+        with self._raise_if_dead():
             if not (self.connection.poll() or self.process.is_alive()):
                 raise EOFError
             return self.connection.recv()
 
     @contextmanager
-    def _is_alive(self) -> Iterator[None]:
+    def _raise_if_dead(self) -> Iterator[None]:
         try:
             yield
         except (EOFError, ConnectionError) as error:
@@ -284,7 +284,7 @@ def check_num_workers(num_workers: int) -> int:
 
 
 @contextmanager
-def _our_errors() -> Iterator[None]:
+def _converted_errors() -> Iterator[None]:
     """Convert errors of a dataset to errors of this package, which can be pickled."""
     try:
         yield
@@ -314,7 +314,7 @@ def _serve(parent: Connection, theirs: Connection, dataset: Any) -> None:
         while (message := parent.recv()) is not None:
             make, task = message
             try:
-                with _our_errors():
+                with _converted_errors():
                     outcome = work_of(make)(task)
             except BaseException as error:
                 outcome = _make_sendable(error)
@@ -342,10 +342,10 @@ def end_with_starter() -> None:
     if os.getppid() != starter or not parent.is_alive():
         os.kill(os.getpid(), signal.SIGKILL)
     # A worker from a fork server is not a child of its starter, and may be waiting for a task.
-    Thread(target=_end_after, args=(parent.sentinel,), daemon=True).start()
+    Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
 
 
-def _end_after(sentinel: int) -> None:
+def _end_with(sentinel: int) -> None:
     connection.wait([sentinel])
     os.kill(os.getpid(), signal.SIGKILL)
 

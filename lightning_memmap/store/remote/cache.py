@@ -123,7 +123,7 @@ def verify_store(
         StoreError: The manifest is damaged, or a file is missing, has the wrong size, or cannot be
             read; or the URL cannot be reached.
     """
-    return open_store(path).damage(num_threads, advance)
+    return open_store(path).find_damages(num_threads, advance)
 
 
 class RemoteStore(Store):
@@ -179,7 +179,7 @@ class RemoteStore(Store):
 
     @override
     def lengths(self, field: str) -> Integers:
-        index = self._index_of(field)
+        index = self._field_index(field)
         column = self.mapped_columns[index]
         if not isinstance(column, IndexedItems):
             return super().lengths(field)
@@ -187,7 +187,7 @@ class RemoteStore(Store):
         return replace(column, index=ends).lengths(self.num_rows)
 
     @override
-    def damage(self, num_threads: int, advance: Callable[[int], None]) -> list[Damage]:
+    def find_damages(self, num_threads: int, advance: Callable[[int], None]) -> list[Damage]:
         # Shards that are not in the cache are read from the server.
         verify = partial(self._shards.damaged_chunks, advance=advance)
         with start_threads(num_threads) as pool:
@@ -227,7 +227,7 @@ class _CachedShards(RemoteShards):
             super().__init__(files, manifest, self.path)
             with suppress(OSError):  # A cache that cannot be written.
                 os.utime(self.path)
-                with _unused(self.path) as is_first:
+                with _lock_if_unused(self.path) as is_first:
                     if is_first:  # Shards were reserved for processes that were killed.
                         self.record(np.flatnonzero(self.records() < 0).tolist(), sign=0)
             fcntl.flock(in_use, fcntl.LOCK_SH)
@@ -256,7 +256,7 @@ class _CachedShards(RemoteShards):
             self._check(field_shards[~self._is_checked_here[field_shards]])
             if len(missing := self.missing(field_shards)):
                 # Before other stores are removed to make room for shards that cannot be downloaded.
-                if not self._is_latest and (error := self.changed()):
+                if not self._is_latest and (error := self.make_error_if_changed()):
                     raise StoreError(
                         f"{len(missing)} shards that are needed are not in the cache at"
                         f" {self._cache.directory}, and {error}"
@@ -407,9 +407,9 @@ class _Cache:
 
     def version(self, url: StoreUrl, manifest: Manifest, *, is_latest: bool) -> Path:
         """Find or make the directory of a version. The caller must hold the lock."""
-        version = self._of(url) / copy_name(manifest)
+        version = self._versions_of(url) / copy_name(manifest)
         if not _is_whole(version, manifest):
-            _remove(version)
+            _remove_version(version)
             version.parent.mkdir(0o700, exist_ok=True)
             version.mkdir(0o700)
             for name, num_bytes in manifest.file_bytes.items():
@@ -425,8 +425,8 @@ class _Cache:
     def last(self, url: StoreUrl, reason: UnreachableError) -> Manifest:
         """Find the last version of a store in the cache, because its server cannot be reached."""
         try:
-            manifest = Manifest.read(self._of(url))
-            if not _is_whole(self._of(url) / copy_name(manifest), manifest):
+            manifest = Manifest.read(self._versions_of(url))
+            if not _is_whole(self._versions_of(url) / copy_name(manifest), manifest):
                 raise StoreError("its files are gone")
         except (OSError, MemmapError) as error:
             not_cached = f"it is not in the cache at {self.directory}"
@@ -451,20 +451,20 @@ class _Cache:
             unreserved = field_shards[records[field_shards] == 0]
             needed_bytes = int(shards.num_bytes[unreserved].sum())
             versions = sorted(self.directory.glob("*/g-*"), key=lambda path: path.lstat().st_mtime)
-            sizes = {path: _bytes_of(path) for path in versions}
+            sizes = {path: _count_bytes(path) for path in versions}
             cached_bytes = sum(cached for cached, _ in sizes.values())
             reserved_bytes = needed_bytes + sum(reserved for _, reserved in sizes.values())
             free_bytes = shutil.disk_usage(self.directory).free
             removed = list[Path]()
             for path in versions:
-                if self._lack(cached_bytes, reserved_bytes, free_bytes) is None:
+                if self._describe_lack(cached_bytes, reserved_bytes, free_bytes) is None:
                     break
-                if stack.enter_context(_unused(path)):
+                if stack.enter_context(_lock_if_unused(path)):
                     removed.append(path)
                     cached_bytes -= sizes[path][0]
                     reserved_bytes -= sizes[path][1]
                     free_bytes += sizes[path][0]
-            lack = self._lack(cached_bytes, reserved_bytes, free_bytes)
+            lack = self._describe_lack(cached_bytes, reserved_bytes, free_bytes)
             if lack is not None:
                 raise StoreError(
                     f"{format_bytes(needed_bytes)} of shards don't fit into the cache at"
@@ -472,10 +472,10 @@ class _Cache:
                 )
             for path in removed:
                 _log.info("removing %s from the cache", path)
-                _remove(path)
+                _remove_version(path)
             shards.record(unreserved, sign=-1)
 
-    def _lack(self, cached_bytes: int, reserved_bytes: int, free_bytes: int) -> str | None:
+    def _describe_lack(self, cached_bytes: int, reserved_bytes: int, free_bytes: int) -> str | None:
         """Describe why reserved bytes don't fit; None if they do."""
         total_bytes = cached_bytes + reserved_bytes
         if self._limit is not None and total_bytes > self._limit:
@@ -487,7 +487,7 @@ class _Cache:
             )
         return None
 
-    def _of(self, url: StoreUrl) -> Path:
+    def _versions_of(self, url: StoreUrl) -> Path:
         return self.directory / hashlib.sha256(url.encode()).hexdigest()[:32]
 
 
@@ -503,14 +503,14 @@ def _is_whole(version: Path, manifest: Manifest) -> bool:
     return sizes == manifest.file_bytes and num_bytes == expected
 
 
-def _remove(version: Path) -> None:
+def _remove_version(version: Path) -> None:
     """Remove a version. If this process is killed, the rest of it is not read any more."""
     with suppress(OSError):
         (version / RECORDS).unlink()
     shutil.rmtree(version, ignore_errors=True)
 
 
-def _bytes_of(version: Path) -> tuple[int, int]:
+def _count_bytes(version: Path) -> tuple[int, int]:
     """Return the bytes of a version's shards that are downloaded, and of those reserved."""
     with suppress(OSError, ValueError, StoreError):  # It is damaged.
         records = np.frombuffer(read_plain(version / RECORDS, MAX_MANIFEST_BYTES), np.int64)
@@ -519,8 +519,8 @@ def _bytes_of(version: Path) -> tuple[int, int]:
 
 
 @contextmanager
-def _unused(version: Path) -> Iterator[bool]:
-    """Yield whether no process has a version open, nor can open it in this context."""
+def _lock_if_unused(version: Path) -> Iterator[bool]:
+    """Yield whether no process has a version open. If so, none can open it in this context."""
     # For writing: NFS supports exclusive locks of such files only.
     with open(open_plain(version / _IN_USE, os.O_RDWR | os.O_CREAT), "rb") as file:
         try:

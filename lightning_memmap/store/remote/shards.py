@@ -201,7 +201,7 @@ class RemoteShards:
     ) -> None:
         """Read a chunk. Try twice, because the bytes may have been changed by the network."""
         if not any(self._is_intact(field_shard, chunk, receive) for _ in range(2)):
-            raise self._damaged(field_shard)
+            raise self._make_damaged_error(field_shard)
 
     def _chunks(self, field_shard: int) -> list[Chunk]:
         field, shard = divmod(field_shard, self.manifest.num_shards)
@@ -229,7 +229,7 @@ class RemoteShards:
         if digest.digest() == chunk.checksum:
             return True
         if not is_here:
-            if error := self.changed():
+            if error := self.make_error_if_changed():
                 raise error
             _log.warning(
                 "%s: bytes %s to %s don't match their checksum",
@@ -248,12 +248,12 @@ class RemoteShards:
         try:
             return self.files.read(at, start, stop)
         except StoreNotFoundError as error:
-            raise self.changed() or StoreError(
+            raise self.make_error_if_changed() or StoreError(
                 f"the store at {self.files.url} lacks the file {at} of its manifest. Push the store"
                 " again, with overwrite=True, or ask its owner to restore the file."
             ) from error
 
-    def changed(self) -> MemmapError | None:
+    def make_error_if_changed(self) -> MemmapError | None:
         """Make an error if the store on the server has changed since its manifest was read."""
         url = self.files.url
         try:
@@ -267,10 +267,10 @@ class RemoteShards:
             pass
         return StoreError(f"the store at {url} was replaced: open it again")
 
-    def _damaged(self, field_shard: int) -> MemmapError:
+    def _make_damaged_error(self, field_shard: int) -> MemmapError:
         """Make the error for a shard that doesn't match its checksum."""
         field, shard = divmod(field_shard, self.manifest.num_shards)
-        return self.changed() or StoreError(
+        return self.make_error_if_changed() or StoreError(
             f"the store at {self.files.url} is damaged: field"
             f" {self.manifest.columns[field].field.name!r}, shard {shard} doesn't match its"
             " checksum. Check the store that was pushed with `lightning-memmap store verify`, and"

@@ -374,8 +374,8 @@ _STORE = [
     Fault(
         "store/recognition.py",
         "a dataset of other rows is taken for that of the store",
-        "for values in _as_stored(store, read)]) != expected:",
-        "for values in _as_stored(store, read)]) == b'':",
+        "for values in _read_as_stored(store, read)]) != expected:",
+        "for values in _read_as_stored(store, read)]) == b'':",
         ("tests/store/test_recognition.py::test_rebuild_compares_probe_rows",),
     ),
     Fault(
