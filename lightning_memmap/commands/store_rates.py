@@ -20,8 +20,8 @@ from lightning_memmap.sizes import format_bytes, format_duration
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.store.build_spec import check_length
 from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.sources.iterable import is_iterable_only
 from lightning_memmap.store.sources.source import is_read_by_item
-from lightning_memmap.store.sources.stream import is_iterable_only
 
 #: A trial grows until it takes this long, plus a second for each worker.
 _MIN_TRIAL_S = 2.0

@@ -32,7 +32,7 @@ from lightning_memmap.sampling.schedule import BatchSchedule
 from lightning_memmap.schema.fields import Field
 from lightning_memmap.schema.forms import Decode, Layout
 from lightning_memmap.store import Store
-from lightning_memmap.store.sources.stream import is_iterable_only
+from lightning_memmap.store.sources.iterable import is_iterable_only
 
 CPU = torch.device("cpu")
 #: Folder, in the folder of a run, of stores that the run builds itself.

@@ -25,7 +25,7 @@ from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
 from lightning_memmap.schema.forms import read_declared
 from lightning_memmap.store.samples import read_first_sample
 from lightning_memmap.store.series import make_fields
-from lightning_memmap.store.sources.stream import is_iterable_only, is_read_once, iterate_samples
+from lightning_memmap.store.sources.iterable import is_iterable_only, is_read_once, iterate_samples
 
 
 def make_loader(

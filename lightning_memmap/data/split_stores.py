@@ -37,7 +37,7 @@ from lightning_memmap.store.joined import JoinedStore
 from lightning_memmap.store.paths import StoreUrl, path_or_url
 from lightning_memmap.store.recognition import check_dataset
 from lightning_memmap.store.remote.cache import RemoteStore
-from lightning_memmap.store.sources.stream import is_iterable_only
+from lightning_memmap.store.sources.iterable import is_iterable_only
 
 
 class StoreOrigin(NamedTuple):

@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lightning_memmap.store.sources.column_dataset import explain_non_dataset, is_dict_of_splits
-from lightning_memmap.store.sources.stream import is_iterable_only
+from lightning_memmap.store.sources.iterable import is_iterable_only
 from lightning_memmap.tensordict_types import tensordict_types
 
 #: The roles of splits: what their rows are for.

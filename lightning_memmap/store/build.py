@@ -2,8 +2,8 @@
 
 A build begins a generation or resumes one, writes the rows that are missing in any order, and
 commits the store. In parts, each process writes a range of rows, and one process commits the store.
-An append is a build of the old and the new rows with the schema of the old store. The rows of a
-stream are first written to a temporary file.
+An append is a build of the old and the new rows with the schema of the old store. The rows of an
+iterable are first written to a temporary file.
 """
 
 import logging
@@ -33,7 +33,7 @@ from lightning_memmap.store.probes import Probes, read_probes
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.recognition import recognise
 from lightning_memmap.store.samples import choose_probe_rows
-from lightning_memmap.store.sources.stream import Spool
+from lightning_memmap.store.sources.iterable import Spool
 from lightning_memmap.store.store import Store, open_directory
 from lightning_memmap.store.workers import Workers, make_task_runner
 from lightning_memmap.store.writing import Appended, write_missing
@@ -239,7 +239,7 @@ def append_store(
 
     Raises:
         TypeError: The dataset has no length, or an argument has the wrong type.
-        ValueError: The dataset is empty or a stream, or an argument is out of range.
+        ValueError: The dataset is empty or only iterable, or an argument is out of range.
         SchemaError: A sample doesn't fit the store; the message names row and field.
         DatasetError: The dataset raised an error or is random, or a worker process died.
         StoreNotFoundError: There isn't a store at this path.
@@ -341,8 +341,8 @@ def build_part(
 
     Raises:
         TypeError: The dataset has no length, or an argument has the wrong type.
-        ValueError: The part doesn't exist, the dataset is empty or a stream, or an argument is out
-            of range.
+        ValueError: The part doesn't exist, the dataset is empty or only iterable, or an argument is
+            out of range.
         SchemaError: A sample cannot be stored, or does not fit the first one.
         DatasetError: The dataset raised an error, is random, or isn't the dataset of an existing
             store; or a worker process died.

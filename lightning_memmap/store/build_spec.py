@@ -19,7 +19,7 @@ from lightning_memmap.store.paths import store_directory
 from lightning_memmap.store.probes import Probes
 from lightning_memmap.store.progress import ShowProgress, show_progress
 from lightning_memmap.store.sources.column_dataset import explain_non_dataset
-from lightning_memmap.store.sources.stream import is_iterable_only
+from lightning_memmap.store.sources.iterable import is_iterable_only
 from lightning_memmap.store.workers import check_num_workers
 
 

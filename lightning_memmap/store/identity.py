@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from lightning_memmap.integers import ceil_div
 from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.sources.image_folder import ImageFolder
-from lightning_memmap.store.sources.stream import is_iterable_only
+from lightning_memmap.store.sources.iterable import is_iterable_only
 
 #: The most characters of the name of a part, and of the part.
 MAX_TEXT_LENGTH = 1024

@@ -17,8 +17,8 @@ from lightning_memmap.schema.shared_memory import copy_sample
 from lightning_memmap.store.build_spec import BuildSpec
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.samples import NUM_PROBES, choose_block_rows, hash_row, stack_rows
+from lightning_memmap.store.sources.iterable import is_iterable_only, is_read_once, iterate_samples
 from lightning_memmap.store.sources.source import make_source
-from lightning_memmap.store.sources.stream import is_iterable_only, is_read_once, iterate_samples
 from lightning_memmap.store.store import Store
 from lightning_memmap.store.workers import Workers, make_task_runner
 
@@ -102,14 +102,14 @@ def _check_num_rows(store: Store, num_rows: int) -> None:
         raise _make_other_dataset_error(store, difference)
 
 
-def _check_first_rows(store: Store, stream: Any) -> None:
-    if is_read_once(stream):
+def _check_first_rows(store: Store, dataset: Any) -> None:
+    if is_read_once(dataset):
         raise DatasetError(
-            f"a {type(stream).__name__} yields its rows once, and cannot be compared with the store"
+            f"a {type(dataset).__name__} yields its rows once, and can't be compared with the store"
             f" at {store.path}. Set a fingerprint here and when you build it, pass no dataset to"
             " use the store as it is, or set overwrite=True"
         )
-    _compare_samples(store, islice(iterate_samples(stream), NUM_PROBES))
+    _compare_samples(store, islice(iterate_samples(dataset), NUM_PROBES))
 
 
 def _compare_all(store: Store, spec: BuildSpec) -> None:
@@ -136,7 +136,7 @@ def _compare_rows(store: Store, dataset: Any, rows: range) -> None:
 
 
 def _compare_samples(store: Store, samples: Iterable[Any]) -> int:
-    """Compare the first samples of a stream with the rows of a store. Returns their number."""
+    """Compare samples, from the first one on, with the rows of a store. Returns their number."""
     num_rows = 0
     samples = map(copy_sample, samples)
     while block := list(islice(samples, choose_block_rows(store.manifest.row_bytes))):

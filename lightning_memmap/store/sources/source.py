@@ -36,7 +36,7 @@ from lightning_memmap.store.sources.column_dataset import (
     is_array_like,
     is_hugging_face,
 )
-from lightning_memmap.store.sources.stream import Spool
+from lightning_memmap.store.sources.iterable import Spool
 from lightning_memmap.store.workers import RowIndices
 from lightning_memmap.tensordict_types import is_exactly
 

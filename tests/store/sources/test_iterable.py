@@ -106,7 +106,7 @@ def test_stream_that_fills_the_disk_says_where_and_leaves_nothing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(streams.pickle, "dump", is_full)
-    with pytest.raises(OSError, match=r"0 rows of the stream.*No space left") as found:
+    with pytest.raises(OSError, match=r"0 rows of the iterable.*No space left") as found:
         build_store(Stream(Numbered(50), 50), tmp_path / "s", progress=False)
     assert str(found.value.filename) == str(tmp_path / "s")
     assert is_empty(tmp_path / "s")

@@ -1,9 +1,9 @@
-"""Streams: iterable datasets, whose length is known only at their end.
+"""Iterable datasets, whose length is known only at their end.
 
-The location of a row in a store depends on the number of rows. So the rows of a stream are first
+The location of a row in a store depends on the number of rows. So the rows of an iterable are first
 written to a temporary file in blocks, and the store is built from these blocks. A second pass over
-the stream would need no file, but a generator yields its rows once, and other streams may yield
-different rows.
+it would need no file, but a generator yields its rows once, and other iterables may yield different
+rows.
 """
 
 import pickle
@@ -37,7 +37,7 @@ from lightning_memmap.store.workers import RowIndices
 
 
 def is_iterable_only(dataset: Any) -> bool:
-    """Return whether a dataset is an ``IterableDataset``, a generator or another iterable."""
+    """Return whether a dataset has no rows by index: an ``IterableDataset``, generator or such."""
     python_type = type(dataset)
     is_iterable = hasattr(python_type, "__iter__") and not hasattr(python_type, "__getitem__")
     return isinstance(dataset, IterableDataset) or is_iterable
@@ -48,11 +48,11 @@ def is_read_once(dataset: Any) -> bool:
     return is_iterable_only(dataset) and hasattr(type(dataset), "__next__")
 
 
-def iterate_samples(stream: Any) -> Iterator[Any]:
-    """Iterate over the samples of a stream."""
+def iterate_samples(dataset: Any) -> Iterator[Any]:
+    """Iterate over the samples of an iterable dataset."""
     row = 0
     try:
-        for sample in stream:
+        for sample in dataset:
             yield sample
             row += 1
     except Exception as error:
@@ -60,18 +60,18 @@ def iterate_samples(stream: Any) -> Iterator[Any]:
 
 
 class Spool:
-    """The rows of a stream in a temporary file, which has no name and ends with this process."""
+    """The rows of an iterable in a temporary file, which has no name and ends with this process."""
 
-    def __init__(self, stream: Any, directory: Path, advance: Advance, declared: Declared) -> None:
+    def __init__(self, dataset: Any, directory: Path, advance: Advance, declared: Declared) -> None:
         self._directory = directory
         #: The first row of each block, and the number of rows.
         self._starts = [0]
         #: The first byte of each block in the file, and the number of bytes.
         self._offsets = [0]
-        samples = map(copy_sample, iterate_samples(stream))
+        samples = map(copy_sample, iterate_samples(dataset))
         block = list(islice(samples, NUM_PROBES))
         if not block:
-            read = " A generator yields its rows once." if is_read_once(stream) else ""
+            read = " A generator yields its rows once." if is_read_once(dataset) else ""
             raise ValueError(f"the dataset is empty: there is nothing to store.{read}")
         self._first = block[0]
         more = islice(enumerate(samples, len(block)), MAX_PROBES - len(block))
@@ -117,7 +117,7 @@ class Spool:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"after {len(self)} rows of the stream, which are kept in a temporary file until"
+                f"after {len(self)} rows of the iterable, which are kept in a temporary file until"
                 f" all have arrived: {error.strerror}. Free disk space, or choose a directory on a"
                 " larger disk",
                 str(self._directory),
