@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from lightning_memmap import MemmapDataModule, build_store
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.store import samples, writing
-from lightning_memmap.store.sources import stream as streams
+from lightning_memmap.store.sources import iterable as iterable_module
 from tests.support.datasets import Numbered, Ragged, column_files, holds
 from tests.support.models import set_up
 from tests.support.store.layout import is_empty
@@ -105,7 +105,7 @@ def test_stream_that_fills_the_disk_says_where_and_leaves_nothing(
     def is_full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(streams.pickle, "dump", is_full)
+    monkeypatch.setattr(iterable_module.pickle, "dump", is_full)
     with pytest.raises(OSError, match=r"0 rows of the iterable.*No space left") as found:
         build_store(Stream(Numbered(50), 50), tmp_path / "s", progress=False)
     assert str(found.value.filename) == str(tmp_path / "s")
