@@ -222,7 +222,7 @@ _SCHEMA = [
     Fault(
         "schema/shared_memory.py",
         "views of one buffer are not recognised",
-        "self.is_shared = not are_distinct or self._overlap(mutable.pop(), compared)",
+        "self.is_shared = not are_distinct or self._do_overlap(mutable.pop(), compared)",
         "self.is_shared = not are_distinct",
         ("tests/store/test_reused_buffers.py::test_map_style_rows_are_those_that_were_given",),
     ),
