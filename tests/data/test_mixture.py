@@ -19,6 +19,7 @@ from lightning_memmap.loading.variable_batch import LayoutCollate
 from lightning_memmap.sampling import (
     Curriculum,
     Mixture,
+    Packed,
     Pool,
     RandomSplit,
     SequentialSampler,
@@ -160,6 +161,7 @@ def test_wrong_shares_are_refused(shares: Any, num_samples: Any, words: str) -> 
     ("options", "words"),
     [
         ({"sampler": None}, r"sampler=Mixture\(shares=\{'a'"),
+        ({"sampler": Packed("x", 8)}, r"sampler=Packed\(.*shares=\{'a'"),
         ({"sampler": Mixture({"a": 1, "b": 1})}, "the sets a, b, c"),
         (
             {"sampler": Mixture({"A": 1, "b": 1, "c": 1})},

@@ -175,3 +175,16 @@ def test_stream_without_a_block_size_has_one_by_default(tmp_path: Path) -> None:
     data = make(tmp_path, "stream", shuffle_block=None)
     mapped = make(tmp_path, "mmap", shuffle_block=10**6)
     assert all(map(equal, epoch_of(data), epoch_of(mapped)))
+
+
+@pytest.mark.parametrize("block", [5, 60])
+def test_padding_of_small_blocks_is_shown(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    block: int,
+) -> None:
+    monkeypatch.setattr("lightning_memmap.data.set_up._printed", {})
+    with caplog.at_level("INFO"):
+        set_up(make(tmp_path, "mmap", shuffle_block=block), "fit")
+    assert ("shuffle_block" in caplog.text) == (block == 5)

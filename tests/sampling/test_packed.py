@@ -251,6 +251,7 @@ def test_mixture_has_its_shares_in_every_epoch(shares: Any, shares_of: str) -> N
         ({"split": True}, "split=True"),
         ({"overflow": "split"}, "overflow='split'"),
         ({"shares_of": "rows"}, "shares_of='rows'"),
+        ({"shares": None, "shares_of": "documents"}, "shares_of='documents'"),
         ({"shares": {"a": -1}}, "'a'"),
         ({"shares": {"a": 1, "c": 1}}, "'b'"),
     ],

@@ -182,3 +182,10 @@ def test_blocks_of_fewer_documents_than_packs_are_an_error() -> None:
     lengths = [100, 1] * 20 + [60] * 60
     with pytest.raises(ValueError, match="shuffle_block=4"):
         made(lengths, 4, 100, 2)
+
+
+def test_much_padding_of_small_blocks_is_noticed() -> None:
+    lengths = random_lengths(6000, median=20)
+    orders = [made(lengths, 12), made(lengths, 700), made(lengths, 12, split=True)]
+    assert [order.wastes_packs for order in orders] == [True, False, False]
+    assert orders[0].padding_fraction > 2 * orders[1].padding_fraction
