@@ -529,6 +529,8 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
                 "loss_scale: call it after the training loader has returned a batch, in a loop"
                 " without a Trainer"
             )
+        assert self._train_loader is not None
+        self._train_loader.delivered.reminder = ""
         size = find_data_parallel_rank(self._strategy)[1]
         if size == 1 or self._fabric is None:
             return 1.0
@@ -780,6 +782,13 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         self._train_loader = loader
         if hasattr(self._strategy, "add_training_loader"):
             self._strategy.add_training_loader(loader)
+        weight = self.effective_options.weight
+        is_in_loop = self.trainer is None and find_data_parallel_rank(self._strategy)[1] > 1
+        if weight is not None and is_in_loop:
+            loader.delivered.reminder = (
+                f"weight={weight!r} had no effect in the first epoch: multiply the loss of each"
+                " batch by data.loss_scale()"
+            )
         if trainer is not None:
             self._restore(loader, trainer)
         self._skipped = loader.skipped

@@ -10,6 +10,7 @@ processes share a step of 5 rows, and their loss is a mean over tokens::
 The mean over the step has 10/15 of the loss of rank 0, and 5/15 of the loss of rank 1.
 """
 
+import warnings
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -124,6 +125,8 @@ class DeliveredSteps:
         self._count: CountInSteps | None = None
         #: Notes the rows and the weight of a batch as delivered.
         self.add = self._pending.append
+        #: A warning for the end of the first epoch, if nothing uses the weights; "" for none.
+        self.reminder = ""
 
     def begin_epoch(self, first_step: int, count: CountInSteps) -> None:
         """Discard what an earlier epoch delivered in excess.
@@ -132,6 +135,9 @@ class DeliveredSteps:
             first_step: The index of the first step that is delivered.
             count: Counts the items in steps of the epoch.
         """
+        if self._pending and self.reminder:
+            warnings.warn(self.reminder, stacklevel=2)
+            self.reminder = ""
         self._discarded = [*self._pending]
         self._pending.clear()
         self._next_step = first_step

@@ -1,5 +1,6 @@
 """A loss that is a mean over items trains like plain PyTorch on one device with a large batch."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
 from tests.support.models import make_trainer, whole_parameters
-from tests.support.processes import each_case, launch
+from tests.support.processes import each_case, in_processes, launch
 from tests.support.training import make_strategy
 
 #: Steps of 12 rows, the last one of 11. Three at a time, the last is alone.
@@ -270,6 +271,30 @@ def test_step_of_a_loop_under_fabric_is_the_mean_over_all_items(
 ) -> None:
     for rank in launch(loop, tmp_path, processes=processes, devices=processes):
         check(rank, plain, cases=[(kind, 1) for kind in WEIGHTS])
+
+
+def count_reminders(out: Path, devices: int, scales: bool) -> int:
+    """Count the warnings about ``weight`` of a loop of three epochs under Fabric."""
+    fabric = L.Fabric(accelerator="cpu", devices=devices, strategy="ddp")
+    fabric.launch()
+    data = make_data(out / "stores", next(kind for kind in WEIGHTS if kind != "rows"), devices)
+    data.use_fabric(fabric)
+    data.prepare_data()
+    data.setup("fit")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loader = fabric.setup_dataloaders(data.train_dataloader())
+        for _ in range(3):
+            for _ in loader:
+                if scales:
+                    data.loss_scale()
+    return sum("loss_scale" in str(warning.message) for warning in caught)
+
+
+@in_processes(2)
+def test_loop_under_fabric_without_loss_scale_is_warned_once(tmp_path: Path) -> None:
+    assert count_reminders(tmp_path, 2, scales=False) == 1
+    assert count_reminders(tmp_path, 2, scales=True) == 0
 
 
 def test_loss_scale_without_a_batch_is_an_error(tmp_path: Path) -> None:
