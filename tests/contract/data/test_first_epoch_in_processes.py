@@ -195,14 +195,10 @@ def local_weights(module: nn.Module) -> Tensor:
     return torch.cat([each.detach().flatten() for each in local if not each.is_meta])
 
 
-@pytest.mark.parametrize(
-    ("strategy", "devices"),
-    [("ddp", 2), ("memmap_superbatch_ddp", 2), ("memmap_fsdp2", 2), ("memmap_pipeline", 2)],
-)
-def test_processes_train_as_from_a_finished_store(
-    tmp_path: Path, strategy: str, devices: int
-) -> None:
-    options = {"strategy": strategy, "devices": devices}
+# `ddp` trains in every order, below.
+@pytest.mark.parametrize("strategy", ["memmap_superbatch_ddp", "memmap_fsdp2", "memmap_pipeline"])
+def test_processes_train_as_from_a_finished_store(tmp_path: Path, strategy: str) -> None:
+    options = {"strategy": strategy, "devices": 2}
     found = {}
     for build in ("first", "while_training"):
         out = tmp_path / build
