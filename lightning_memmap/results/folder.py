@@ -262,8 +262,8 @@ class ResultFolder:
         owner = self.run()
         if owner is None or owner.run != run:
             raise StoreError(
-                f"{self.path}: another run has replaced or removed the results of this one: give"
-                " each run a path of its own"
+                f"{self.path}: another run has replaced or removed the results of this one: use"
+                " another path for each run"
             )
 
     def _turn_into_part(

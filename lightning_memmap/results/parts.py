@@ -99,8 +99,9 @@ class RowSlots:
 
     def batch_shape(self, num_positions: int) -> tuple[int, ...]:
         """Return the first dimensions of values: the positions, and if packed, max_documents."""
-        is_packed = isinstance(self.order, PackedSampler)
-        return (num_positions, self.order.max_documents) if is_packed else (num_positions,)
+        if isinstance(self.order, PackedSampler):
+            return num_positions, self.order.max_documents
+        return (num_positions,)
 
     def unpack(self, values: Tensor, positions: range) -> Tensor:
         """Return one value for each slot of some positions.

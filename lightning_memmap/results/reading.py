@@ -262,11 +262,7 @@ def _join(tables: Sequence["TensorDict"]) -> "TensorDict":
             is_seen = table["seen"]
             values[is_seen] = table[name][is_seen]
         for member, table in enumerate(tables):
-            differs = (
-                (table[name] != values).flatten(1).any(1)
-                if values.ndim > 1
-                else (table[name] != values)
-            )
+            differs = (table[name] != values)[:, None].flatten(1).any(1)
             wrong = (differs & table["seen"]).nonzero()
             if len(wrong):
                 raise StoreError(
