@@ -112,7 +112,8 @@ class RowSlots:
         """
         if not isinstance(self.order, PackedSampler):
             return values
-        counts = self.order.num_rows_at(self.epoch, np.asarray(positions, np.int64))
+        index = np.arange(positions.start, positions.stop, positions.step)
+        counts = self.order.num_rows_at(self.epoch, index)
         is_document = np.arange(self.order.max_documents) < counts[:, None]
         return values[torch.from_numpy(is_document)]
 
