@@ -84,6 +84,13 @@ class Runs(NamedTuple):
     #: Added to an index in each run, int64 of shape (runs,).
     shifts: Integers
 
+    @classmethod
+    def of_ranges(cls, starts: Integers, sizes: Integers) -> "Runs":
+        """Return a map from indices to the integers of ranges, range after range."""
+        run_starts = starts_of(sizes)
+        is_used = sizes > 0
+        return cls(run_starts[is_used], (starts - run_starts)[is_used])
+
     def at(self, index: Integers) -> Integers:
         """Return the integers at indices, int64 of the same shape."""
         has_one_run = len(self.starts) == 1

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from lightning_memmap.integers import (
+    Runs,
     bounds_of,
     ceil_div,
     differs_from_previous,
@@ -11,6 +12,7 @@ from lightning_memmap.integers import (
     group_sums,
     index_in_group,
     num_strided,
+    ranges,
     starts_of,
     strided,
 )
@@ -58,3 +60,10 @@ def test_values_that_differ_from_the_one_before() -> None:
     assert np.flatnonzero(differs_from_previous(values)).tolist() == [0, 2, 5]
     assert differs_from_previous(values[:0]).tolist() == []
     assert distinct(values).tolist() == [1, 4]
+
+
+def test_runs_of_ranges_hold_their_integers_one_range_after_another() -> None:
+    starts = np.array([7, 50, 20, 8])
+    runs = Runs.of_ranges(starts, SIZES)
+    assert runs.at(np.arange(6)).tolist() == [7, 8, 9, 20, 8, 9]
+    assert runs.at(np.arange(6)).tolist() == ranges(starts, SIZES).tolist()

@@ -266,12 +266,11 @@ def divide(
     first_rows = document_rows[document_starts]
     num_rows = document_rows[last_documents] + 1 - first_rows
     sizes = np.where(documents_per_shard > 0, num_rows, 0)
-    shifts = first_rows - starts_of(sizes)
-    chosen: NDArray[Any] | Runs = Runs(starts_of(sizes)[sizes > 0], shifts[sizes > 0])
+    chosen: NDArray[Any] | Runs = Runs.of_ranges(first_rows, sizes)
     if kept is not None:
         chosen = kept[ranges(first_rows, sizes)]
     if rows is not None:
-        rows = rows - np.repeat(shifts, documents_per_shard)
+        rows = rows - np.repeat(first_rows - starts_of(sizes), documents_per_shard)
     streams = np.arange(packs_per_block.size)
     divided = Documents(FrozenArray(lengths), counts, rows, starts, streams)
     return pool.choose(sizes, chosen), divided
@@ -321,9 +320,7 @@ def divide_sets(
     )
     if kept is not None:
         return pool.choose(documents_per_shard, kept[chosen]), divided
-    starts = starts_of(counts)
-    runs = Runs(starts[counts > 0], (firsts - starts)[counts > 0])
-    return pool.choose(documents_per_shard, runs), divided
+    return pool.choose(documents_per_shard, Runs.of_ranges(firsts, counts)), divided
 
 
 def weights_of(lengths: NDArray[Any], options: PackOptions) -> Integers:

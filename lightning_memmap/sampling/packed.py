@@ -61,7 +61,7 @@ from lightning_memmap.sampling.packing import (
 )
 from lightning_memmap.sampling.permutations import bit_generator
 from lightning_memmap.sampling.pool import Pool
-from lightning_memmap.sampling.rows import JoinedRows, WindowedRows
+from lightning_memmap.sampling.rows import JoinedRows, WindowedRows, shard_rows
 from lightning_memmap.sampling.sampler import Sampler, cached_per_epoch, derive_seed
 
 _OVERFLOWS = ("error", "split", "truncate", "drop")
@@ -368,9 +368,8 @@ class Packed(ReprAsCall, SamplerFactory):
         name = [*self.limits][which]
         row = int(pool.dataset_rows(np.array([index]))[0])
         # Rows of several fields, or of mixed sets, can't all be cut.
-        can_split = len(self.limits) == 1 and self.shares is None
-        choices = "'drop'" if len(self.limits) > 1 else "'truncate' or 'drop'"
-        choices = f"'split', {choices}" if can_split else choices
+        choices = "'truncate' or 'drop'" if self.shares else "'split', 'truncate' or 'drop'"
+        choices = "'drop'" if len(self.limits) > 1 else choices
         raise ValueError(
             f"{self!r}: row {row} has {lengths[index, which]} items of field {name!r}, and"
             f" {np.count_nonzero(is_long.any(axis=1))} of {len(lengths)} rows exceed length:"
@@ -389,9 +388,13 @@ def _no_token_error(field: str) -> ValueError:
 
 def _plan(pool: Pool, seed: int, options: PackOptions, documents: Documents) -> "PackedSampler":
     """Make an order whose shards have as many packs as the first epoch needs."""
-    limit = _NO_LIMIT if options.max_documents is None else options.max_documents
     draft = PackedSampler(
-        pool, seed, options=options, documents=documents, num_packs=1, max_documents=limit
+        pool,
+        seed,
+        options=options,
+        documents=documents,
+        num_packs=1,
+        max_documents=options.max_documents or _NO_LIMIT,
     )
     needs = draft.needs()
     most = needs.packs_per_group.max()
@@ -464,7 +467,6 @@ def _plan_from_line(
         block: Rows of a shard in a block; None for a single block.
     """
     num_shards = pool.num_shards
-    limit = _NO_LIMIT if options.max_documents is None else options.max_documents
     num_packs = max(min(num_shards, num_rows), ceil_div(num_tokens, options.length))
     num_blocks = 1
     if block is not None:
@@ -472,20 +474,21 @@ def _plan_from_line(
     while True:
         # Packs of a shard in a block.
         size = ceil_div(num_packs, num_shards * num_blocks)
-        draft = PackedSampler(
-            pool,
-            seed,
-            options=options,
-            documents=Documents.of(np.ones((0, 1), np.int64), np.zeros(1, np.int64), options),
-            num_packs=num_packs,
-            max_documents=limit,
-            shuffle_block=None if block is None else size,
-        )
-        targets = draft.packs_per_block.ravel()
-        divided, documents = divide_by(draft.packs_per_block)
+        shuffle_block = None if block is None else size
+        packs_per_block = _packs_per_block(num_packs, num_shards, shuffle_block)
+        targets = packs_per_block.ravel()
+        divided, documents = divide_by(packs_per_block)
         if options.overflow == "split":
             documents = documents.halve_longest(targets)
-        sampler = replace(draft, pool=divided, documents=documents)
+        sampler = PackedSampler(
+            divided,
+            seed,
+            options=options,
+            documents=documents,
+            num_packs=num_packs,
+            max_documents=options.max_documents or _NO_LIMIT,
+            shuffle_block=shuffle_block,
+        )
         needs = sampler.needs()
         if block is None:
             _check_available(needs.available, targets, options, f"num_shards={num_shards}: a shard")
@@ -500,6 +503,14 @@ def _plan_from_line(
             return _with_room(sampler, needs.max_documents)
         more = num_shards * num_blocks * (size + excess // 2)
         num_packs = more if more > num_packs else num_shards * num_blocks * (size + 1)
+
+
+def _packs_per_block(num_packs: int, num_shards: int, shuffle_block: int | None) -> Integers:
+    packs_per_shard = shard_rows(num_packs, num_shards)[:, None]
+    most = int(packs_per_shard.max())
+    size = shuffle_block or most
+    packs: Integers = np.clip(packs_per_shard - np.arange(0, most, size), 0, size)
+    return packs
 
 
 def _check_available(
@@ -595,11 +606,7 @@ class PackedSampler(Sampler):
     @cached_property
     def packs_per_block(self) -> Integers:
         """Packs of each shard and block, int64 of shape (C, blocks); without blocks, (C, 1)."""
-        most = int(self.positions_per_shard.max())
-        size = self.shuffle_block or most
-        starts = np.arange(0, most, size)
-        packs: Integers = np.clip(self.positions_per_shard[:, None] - starts, 0, size)
-        return packs
+        return _packs_per_block(self.num_packs, self.num_shards, self.shuffle_block)
 
     def with_packs(self, num_packs: int) -> Self:
         """Return this order with at least as many packs, some of which are divided.

@@ -198,9 +198,7 @@ def unite_pools(pools: Sequence[Pool]) -> Pool:
     run_starts = np.array([index[0] if len(index) else 0 for index in united], np.int64)
     run_stops = np.array([index[-1] + 1 if len(index) else 0 for index in united], np.int64)
     if (run_stops - run_starts == sizes).all():
-        starts = starts_of(sizes)
-        has_rows = sizes > 0
-        return base.choose(sizes, Runs(starts[has_rows], (run_starts - starts)[has_rows]))
+        return base.choose(sizes, Runs.of_ranges(run_starts, sizes))
     return base.choose(sizes, np.concatenate(united))
 
 

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self, override
 
-from lightning_memmap.errors import check_integer
 from lightning_memmap.integers import Integers, starts_of
+from lightning_memmap.sampling.factory import check_num_samples
 from lightning_memmap.sampling.permutations import (
     BlockPermutation,
     Permutation,
@@ -66,8 +66,7 @@ class TableSampler(Sampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_samples is not None:
-            check_integer("num_samples", self.num_samples, 1, "at least 1 position of an epoch")
+        check_num_samples(self.num_samples)
 
     @property
     @override

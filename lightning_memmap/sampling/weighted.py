@@ -390,9 +390,7 @@ def _cut(pool: Pool, lengths: Integers, num_samples: int) -> Pool:
     lasts = np.searchsorted(stops, cuts[1:], side="left")
     # A shard without a position has no row.
     sizes = np.where(counts > 0, lasts + 1 - firsts, 0)
-    starts = starts_of(sizes)
-    has_rows = sizes > 0
-    runs = Runs(starts[has_rows], (firsts - starts)[has_rows])
+    runs = Runs.of_ranges(firsts, sizes)
     if len(weighted) == len(lengths):
         return pool.choose(sizes, runs)
     return pool.choose(sizes, weighted[runs.at(np.arange(int(sizes.sum())))])
