@@ -371,7 +371,7 @@ class SuperBatchLoader:
         return strided(start, stop, topology.rank, topology.data_parallel_size)
 
     @property
-    def largest_step(self) -> int:
+    def max_step_rows(self) -> int:
         """The rows of this process in the largest step of an epoch that is not resumed."""
         # All but the last two are equal.
         steps = {0, max(0, self.num_steps - 2), self.num_steps - 1}

@@ -4,13 +4,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import sub
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap.integers import Integers, bounds_of, num_strided
+from lightning_memmap.integers import Integers
 from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.nested import rows_of_device
@@ -103,12 +105,14 @@ class Fetched:
 
     def by_step(self) -> list[list[Sequence[FieldRows]]]:
         """Split the leaves by step and receiver, last step first, and drop them here."""
-        bounds = bounds_of(self.steps.local_sizes)
+        bounds = [0, *accumulate(self.steps.local_sizes)]
         count = len(self.devices)
         steps_by_receiver = []
         for receiver, leaves in enumerate(self.leaves):
-            stops = num_strided(bounds, self.rows_of(receiver).start, count)
-            sizes = np.diff(stops).tolist()
+            start = self.rows_of(receiver).start
+            # Lists of a few steps are faster than arrays.
+            stops = [(bound - start + count - 1) // count for bound in bounds]
+            sizes = [*map(sub, stops[1:], stops)]
             split = (leaf.split_with_sizes(sizes) for leaf in leaves)
             steps_by_receiver.append(zip(*split, strict=True))
         self.leaves = []

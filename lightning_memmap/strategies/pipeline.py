@@ -273,7 +273,7 @@ class PipelineStrategy(SplitModule, DDPStrategy):
         loader = super().process_dataloader(dataloader)
         if isinstance(loader, SuperBatchLoader) and self.module.trainer.training:
             assert self._pipeline is not None
-            self._pipeline.largest_rows = loader.largest_step
+            self._pipeline.largest_rows = loader.max_step_rows
         return loader
 
     # Steps
