@@ -94,7 +94,7 @@ def test_each_position_of_a_round_is_drawn_with_the_right_probability(num_shards
     # One position of each of many epochs, which are independent, at random places of the order.
     sampler = made(UNEVEN, num_shards, num_samples=5 * num_shards)
     counts = np.zeros(len(UNEVEN))
-    draws = 6000
+    draws = 3000
     for epoch in range(draws):
         position = epoch % sampler.num_positions
         counts[sampler.dataset_rows(epoch, range(position, position + 1))] += 1

@@ -25,7 +25,7 @@ from tests.programs.reliability.runner import runners
 from tests.support.datasets import Replaced
 from tests.support.preloaded import python
 
-SCALE = Scale(kills=1, flips=50, resizes=8, manifests=300, plants=8, strangers=3)
+SCALE = Scale(kills=1, flips=20, resizes=8, manifests=300, plants=8, strangers=3)
 
 
 @pytest.fixture(scope="module")

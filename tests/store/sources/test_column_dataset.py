@@ -328,9 +328,9 @@ def test_store_by_slices_is_the_one_written_item_by_item(
     nullable = optional(dataset)
     by_items = build(tmp_path / "items", Wrapped(dataset), nullable=nullable)
     assert all(none_in(by_items[k], "") == none_in(dataset[k], "") for k in range(30))
-    # In many ranges, of which the last one is not whole, and in one.
+    # In many ranges, of which the last one is not whole; some also in one, as most stores are.
     monkeypatch.setattr(source.SampleReader, "read", not_called)
-    for num_rows in (37, 8192):
+    for num_rows in (37, 8192) if kind in (lists, parquet, hugging_face) else (37,):
         monkeypatch.setattr(writing, "_MAX_PACKED_ROWS", num_rows)
         monkeypatch.setattr(writing, "_SLICE_BYTES", num_rows * by_items.manifest.row_bytes)
         assert_same_store(build(tmp_path / str(num_rows), dataset, nullable=nullable), by_items)
