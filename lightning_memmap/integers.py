@@ -9,10 +9,11 @@ Groups are described by their sizes. Of 6 elements in groups of 3, 0, 1 and 2::
     elements_of      4 5 0 1 2      of the groups 3 and 0
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import DTypeLike, NDArray
 
 #: A numpy array of int64.
 Integers: TypeAlias = NDArray[np.int64]
@@ -37,17 +38,17 @@ def starts_of(sizes: Integers) -> Integers:
     return starts
 
 
-def bounds_of(sizes: ArrayLike) -> Integers:
+def bounds_of(sizes: Integers | Sequence[int]) -> Integers:
     """Return where each group starts, and where the last one stops: of shape (groups + 1,)."""
-    sizes = np.asarray(sizes)
+    sizes = np.asarray(sizes, np.int64)
     bounds = np.zeros(len(sizes) + 1, np.int64)
-    np.cumsum(sizes, dtype=np.int64, out=bounds[1:])
+    np.cumsum(sizes, out=bounds[1:])
     return bounds
 
 
-def group_of(sizes: ArrayLike) -> Integers:
+def group_of(sizes: Integers | Sequence[int]) -> Integers:
     """Return the group of each element, int64 of shape (elements,)."""
-    return np.repeat(np.arange(np.size(sizes), dtype=np.int64), sizes)
+    return np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
 
 
 def index_in_group(sizes: Integers) -> Integers:
@@ -60,7 +61,7 @@ def elements_of(groups: Integers, sizes: Integers) -> Integers:
     return ranges(starts_of(sizes)[groups], sizes[groups])
 
 
-def group_sums(values: NDArray[Any], sizes: ArrayLike) -> NDArray[Any]:
+def group_sums(values: NDArray[Any], sizes: Integers | Sequence[int]) -> NDArray[Any]:
     """Add up the values of each group, 0 for an empty one: of shape (groups,)."""
     sums_before = np.zeros(len(values) + 1, np.result_type(values.dtype, np.int64))
     np.cumsum(values, out=sums_before[1:], dtype=sums_before.dtype)

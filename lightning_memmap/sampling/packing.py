@@ -311,8 +311,9 @@ class Packer:
             for field, limit in enumerate(self._capacity.tolist())
         )
         packs_per_document = max(num_packs, num_documents / self._max_documents) / num_documents
-        num_windows = np.rint(documents_per_group * packs_per_document / _WINDOW_PACKS)
-        return np.maximum(1, num_windows).astype(np.int64)
+        mean_windows = documents_per_group * packs_per_document / _WINDOW_PACKS
+        num_windows: Integers = np.maximum(1, np.rint(mean_windows)).astype(np.int64)
+        return num_windows
 
     def _pack_windows(
         self,

@@ -340,8 +340,9 @@ class WindowedRows(Rows):
     @cached_property
     def windows_per_series(self) -> Integers:
         """Windows of each series, in storage order, int64 of shape (series,)."""
-        num_windows: Integers = (self.series_lengths.array - self.length) // self.stride + 1
-        return np.maximum(0, num_windows)
+        last_windows = (self.series_lengths.array - self.length) // self.stride
+        num_windows: Integers = np.maximum(0, last_windows + 1)
+        return num_windows
 
     @cached_property
     def starts(self) -> Integers:
