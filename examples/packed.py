@@ -1,13 +1,14 @@
-"""Fine-tune a Llama of Hugging Face's transformers on packed documents, sharded by FSDP2.
+"""Fine-tune a Llama of Hugging Face's transformers on packed documents.
 
     pip install transformers peft
-    python examples/packed.py --devices 8
     python examples/packed.py --devices 8 --lora_rank 16 --precision bf16-mixed
+    python examples/packed.py --devices 8 --strategy memmap_fsdp2 --precision bf16-mixed
 
-Prompts are masked, documents attend to themselves only, and the loss is the mean over all answers
-of an optimizer step, whatever the number of processes. Without ``--pretrained NAME`` the model is
-small and begins from a config: nothing is downloaded. A run that was interrupted continues inside
-its epoch with ``--ckpt_path checkpoints/packed/last.ckpt``, also on another number of devices. The
+The first command trains LoRA adapters, with the whole model on each GPU; the second one all
+weights, sharded by FSDP2. Prompts are masked, documents attend to themselves only, and the loss is
+the mean over all answers of an optimizer step, whatever the number of processes. Without
+``--pretrained NAME`` the model is small and begins from a config: nothing is downloaded. A run that
+was interrupted continues inside its epoch with ``--ckpt_path checkpoints/packed/last.ckpt``. The
 texts, 750 KB about Python, come with Python itself (PSF licence).
 """
 
@@ -37,7 +38,8 @@ class FineTuning(L.LightningModule):
         layers: Number of layers.
         pretrained: Name or folder of a pretrained model, instead of a small one. Its tokens must be
             those of the dataset.
-        lora_rank: Rank of the LoRA adapters, which alone are trained; 0 trains all weights.
+        lora_rank: Rank of the LoRA adapters, which alone are trained and saved; 0 trains all.
+        checkpointing: Compute activations again in the backward pass, to save memory.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class FineTuning(L.LightningModule):
         layers: int = 2,
         pretrained: str | None = None,
         lora_rank: int = 0,
+        checkpointing: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -55,21 +58,28 @@ class FineTuning(L.LightningModule):
         self.layers = layers
         self.pretrained = pretrained
         self.lora_rank = lora_rank
+        self.checkpointing = checkpointing
+        # Checkpoints of adapters lack the frozen weights.
+        self.strict_loading = lora_rank == 0
         # FlexAttention omits pairs of different documents. On a CPU it can't be trained.
         self.attention = "flex_attention" if torch.cuda.is_available() else "sdpa"
         self.model: Any = None
 
     def configure_model(self) -> None:
-        """Build the model: rank 0 with its weights, which it sends to all others."""
+        """Build the model. Under FSDP2, rank 0 sends its weights to all others."""
         if self.model is not None:
             return
         models: Any = AutoModelForCausalLM
-        options = {"attn_implementation": self.attention, "dtype": torch.float32}
-        if self.pretrained is not None and self.global_rank == 0:
+        is_received = self.global_rank > 0 and isinstance(self.trainer.strategy, FSDP2Strategy)
+        dtype = torch.bfloat16 if self.lora_rank else torch.float32
+        options = {"attn_implementation": self.attention, "dtype": dtype}
+        if self.pretrained is not None and not is_received:
             model = models.from_pretrained(self.pretrained, **options)
         else:
-            with torch.device("cpu" if self.global_rank == 0 else "meta"):
+            with torch.device("meta" if is_received else "cpu"):
                 model = models.from_config(self.config(), **options)
+        if self.checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.lora_rank:
             from peft import LoraConfig, get_peft_model
 
@@ -92,7 +102,6 @@ class FineTuning(L.LightningModule):
             num_key_value_heads=2,
             max_position_embeddings=2048,
             tie_word_embeddings=True,
-            use_cache=False,
         )
 
     def losses(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -101,7 +110,8 @@ class FineTuning(L.LightningModule):
         tokens = batch["tokens"].long()
         is_flexible = self.attention == "flex_attention"
         mask = packing.block_mask() if is_flexible else packing.attention_mask()
-        output = self.model(tokens, attention_mask=mask, position_ids=packing.position_ids)
+        places = {"attention_mask": mask, "position_ids": packing.position_ids}
+        output = self.model(tokens, **places, use_cache=False)
         targets = packing.targets(batch["labels"], IGNORED)
         losses = F.cross_entropy(
             output.logits.flatten(0, 1).float(),
@@ -127,6 +137,13 @@ class FineTuning(L.LightningModule):
         mean = by_document.mean()
         self.log("val_document_loss", mean, batch_size=len(by_document), **how)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Leave out the frozen weights, which are loaded by name."""
+        if self.lora_rank:
+            named = self.named_parameters(remove_duplicate=False)
+            for name in [name for name, param in named if not param.requires_grad]:
+                checkpoint["state_dict"].pop(name, None)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW of the parameters that are trained."""
         trained = [param for param in self.parameters() if param.requires_grad]
@@ -135,6 +152,7 @@ class FineTuning(L.LightningModule):
 
 def main(
     devices: int = 1,
+    strategy: str = "memmap_superbatch_ddp",
     store_dir: str = "stores/packed",
     length: int = 1024,
     packs: int = 8,
@@ -142,6 +160,8 @@ def main(
     max_steps: int = 60,
     pretrained: str | None = None,
     lora_rank: int = 0,
+    lr: float = 2e-3,
+    checkpointing: bool = False,
     precision: Any = "32-true",
     save_every: int = 20,
     ckpt_path: str | None = None,
@@ -150,6 +170,7 @@ def main(
 
     Args:
         devices: Processes, each on its own GPU, or on the CPU.
+        strategy: ``memmap_fsdp2`` shards a model that is too large for one GPU.
         store_dir: Directory of the stores.
         length: Tokens of a pack.
         packs: Packs of a micro-batch over all processes.
@@ -157,6 +178,8 @@ def main(
         max_steps: The most optimizer steps.
         pretrained: Name or folder of a pretrained model.
         lora_rank: Rank of the LoRA adapters; 0 trains all weights.
+        lr: Learning rate, for a new small model by default.
+        checkpointing: Compute activations again in the backward pass.
         precision: ``bf16-mixed`` on GPUs.
         save_every: Optimizer steps from one checkpoint to the next.
         ckpt_path: A checkpoint of an interrupted run.
@@ -172,9 +195,7 @@ def main(
         layout={"labels": Pad(value=IGNORED)},
     )
     trainer = L.Trainer(
-        strategy=FSDP2Strategy(
-            wrap_classes=["LlamaDecoderLayer"], exclude_frozen_parameters=lora_rank > 0
-        ),
+        strategy=strategy,
         devices=devices,
         accumulate_grad_batches=accumulate,
         max_steps=max_steps,
@@ -186,7 +207,7 @@ def main(
         ],
         enable_model_summary=False,
     )
-    model = FineTuning(pretrained=pretrained, lora_rank=lora_rank)
+    model = FineTuning(lr, pretrained=pretrained, lora_rank=lora_rank, checkpointing=checkpointing)
     trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
     order: Any = data.order
     losses = trainer.validate(model, datamodule=data, verbose=False)[0]

@@ -29,6 +29,17 @@ def test_figures_compare_with_the_best_loader_and_the_ideal_one() -> None:
     assert rows[3].endswith("| 1,000 (900..1,100) | 0.50 |  |")
 
 
+def test_figures_compare_several_processes_with_their_own_loader_alone() -> None:
+    two = make_variant("ddp", (5400.0,))
+    found = list(figures(make_report(WORKERS, FLAGSHIP, IDEAL, two)))
+    assert found[0].startswith("**2.4 times as fast as the best DataLoader")
+    assert found[4].endswith("| 5,400 |  |  |")
+    theirs = make_variant("ddp+workers2", (2700.0,))
+    found = list(figures(make_report(WORKERS, FLAGSHIP, IDEAL, two, theirs)))
+    assert found[0].startswith("**2.4 times as fast as the best DataLoader")
+    assert found[4].endswith("| 5,400 | 2.00 |  |")
+
+
 def test_figures_do_not_claim_to_be_faster_than_ideal() -> None:
     lucky = make_variant("memmap_superbatch", (5100.0, 5100.0))
     first, *_, last = figures(make_report(PLAIN, WORKERS, lucky, IDEAL))

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import Packing, Padded
-from lightning_memmap.strategies import FSDP2Strategy
 from lightning_memmap.transforms import RowRandom
 
 
@@ -74,7 +73,7 @@ def make_llama() -> tuple[str, str]:
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=32,
-        intermediate_size=32,
+        intermediate_size=12_000,  # more than 1 million parameters in a layer
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
@@ -83,37 +82,68 @@ def make_llama() -> tuple[str, str]:
     return "folder", "sdpa"
 
 
-def check_adapters(module: type[L.LightningModule], data: MemmapDataModule) -> None:
-    """Check that a module trains on packs, and that its checkpoints have adapters alone."""
-    trainer = L.Trainer(
-        strategy=FSDP2Strategy(exclude_frozen_parameters=True),
-        devices=1,
-        precision="bf16-mixed",
-        max_steps=2,
-    )
+def check_fine_tuning(
+    module: type[L.LightningModule], strategy: Any, data: MemmapDataModule, num_saved: int = 0
+) -> None:
+    """Check that a module trains on packs and exports, and which tensors its checkpoints have.
+
+    Args:
+        module: The class of the module.
+        strategy: The strategy of the Trainer.
+        data: Its packs.
+        num_saved: The number of adapters, which alone are saved; 0 if all weights are.
+    """
+    trainer = L.Trainer(strategy=strategy, devices=1, precision="bf16-mixed", max_steps=2)
     # FlexAttention isn't trained on a CPU.
     with patch.object(Packing, "block_mask", Packing.attention_mask):
-        trainer.fit(module(), data)
+        trainer.fit(module(), data.with_options())
     trainer.save_checkpoint("last.ckpt")
     state = torch.load("last.ckpt", weights_only=True)["state_dict"]
-    # A and B of four layers in each of two blocks.
-    assert len(state) == 16
-    assert {value.dtype for name, value in state.items() if "lora_" in name} == {torch.float32}
+    kinds = {value.dtype for value in state.values()}
+    assert kinds == {torch.float32}
     assert all(value.any() for value in state.values())
-    model: Any = module.load_from_checkpoint("last.ckpt", strict=False).model
-    model.save_pretrained("adapter")
-    assert Path("adapter", "adapter_config.json").exists()
+    if num_saved:
+        assert len(state) == num_saved
+        assert all("lora_" in name for name in state)
+    model: Any = module.load_from_checkpoint("last.ckpt").model
+    model.save_pretrained("exported")
+    assert Path("exported", "adapter_config.json" if num_saved else "config.json").exists()
 
 
-def check_to_sample(to_sample: Callable[..., dict[str, Any]]) -> None:
-    """Check that the labels of a prompt are masked."""
+def make_tokenizer() -> Any:
+    """Make a tokenizer of bytes with a chat template, whose turns end with ``</s>``."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
-    class Tokenizer:
-        eos_token_id = 0
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(["</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="</s>",
+        chat_template=(
+            "{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}"
+            "{% if add_generation_prompt %}[assistant]{% endif %}"
+        ),
+    )
 
-        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-            return [1] * add_special_tokens + list(text.encode())
 
-    sample = to_sample(Tokenizer(), "a: ", "bc")
-    assert sample["labels"] == [-100] * 4 + [98, 99, 0]
-    assert len(sample["tokens"]) == 7
+def check_samples(chat: Callable[..., Any], pair: Callable[..., Any], tokenizer: Any) -> None:
+    """Check that the targets are the answers and their ends, after `datasets.Dataset.map`."""
+    import datasets
+
+    turns = [("user", "a?"), ("assistant", "one"), ("user", "b?"), ("assistant", "two")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    chats = datasets.Dataset.from_list([{"messages": messages}])
+    (sample,) = chats.map(chat, remove_columns=chats.column_names)
+    targets = [label for label in sample["labels"] if label != -100]
+    assert tokenizer.decode(targets) == "one</s>two</s>"
+    assert sample["num_targets"] == len(targets)
+    assert len(sample["tokens"]) == len(sample["labels"])
+    pairs = datasets.Dataset.from_list([{"prompt": "a: ", "answer": "bc"}])
+    (sample,) = pairs.map(pair, remove_columns=pairs.column_names)
+    assert tokenizer.decode(sample["tokens"]) == "a: bc</s>"
+    assert sample["labels"] == [-100] * 3 + sample["tokens"][3:]
+    assert sample["num_targets"] == 3

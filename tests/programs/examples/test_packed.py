@@ -30,12 +30,14 @@ def test_prompts_of_paragraphs_are_masked() -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_fine_tune_like_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["memmap_superbatch_ddp", "memmap_fsdp2"])
+def test_two_processes_fine_tune_like_one(tmp_path: Path, strategy: str) -> None:
     script = str(ROOT / "examples" / "packed.py")
     # The last group of micro-batches, of steps and of an epoch, would be incomplete.
     options = ("--max_steps", "12", "--length", "768", "--packs", "4", "--accumulate", "3")
     alone, divided = (
-        run(tmp_path, script, "--devices", devices, *options) for devices in ("1", "2")
+        run(tmp_path, script, "--devices", devices, "--strategy", strategy, *options)
+        for devices in ("1", "2")
     )
     # The uniform distribution over bytes has ln(256) = 5.5.
     assert loss(alone, "val_loss") < 4
@@ -45,10 +47,12 @@ def test_two_processes_fine_tune_like_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_adapters_resume_inside_an_epoch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["memmap_superbatch_ddp", "memmap_fsdp2"])
+def test_adapters_resume_inside_an_epoch(tmp_path: Path, strategy: str) -> None:
     script = str(ROOT / "examples" / "packed.py")
     limits = ("--devices", "2", "--length", "768", "--packs", "4", "--save_every", "2")
-    options = (*limits, "--lora_rank", "4", "--precision", "bf16-mixed")
+    lora = ("--lora_rank", "4", "--precision", "bf16-mixed", "--checkpointing", "true")
+    options = (*limits, *lora, "--strategy", strategy)
     (tmp_path / "whole").mkdir()
     (tmp_path / "resumed").mkdir()
     whole = run(tmp_path / "whole", script, *options, "--max_steps", "4")
