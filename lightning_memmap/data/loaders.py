@@ -115,7 +115,7 @@ def _counting_options(
     if isinstance(weight, str):
         fields = make_fields(set_up.stores["train"], order.pool.rows)
         return {"count_items": make_item_counter(weight, order, fields)}
-    # Otherwise nobody needs the numbers.
+    # Only strategies of this package and a Fabric weight losses.
     is_needed = is_weighting or (trainer is None and strategy is not None)
     return {"count_in_batch": weight} if is_needed else {}
 

@@ -226,8 +226,8 @@ class SetUp:
     def renewed(self) -> "SetUp":
         """Return a new set-up if stores were completed since, and else this one.
 
-        The budgets of the first placement still apply. By now the model, its optimizer and cached
-        activations are in memory, and would count as taken.
+        The budgets of the first placement apply, because the model, its optimizer and cached
+        activations have taken memory since.
         """
         opened = {
             split: store.completed() if store.is_complete else store

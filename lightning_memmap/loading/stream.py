@@ -275,8 +275,8 @@ class _StreamedEpoch:
         fetched: list[tuple[Integers, list[FieldRows]]] = []
         for block in range(start, last + 1):
             rows = np.flatnonzero(slots.numpy() // num_slots == block)
-            pieces = None if cut is None else Cut(cut.starts[rows], cut.lengths[rows])
-            leaves = self._memory_of(block).take(slots[rows] - block * num_slots, None, pieces)
+            cut_here = None if cut is None else Cut(cut.starts[rows], cut.lengths[rows])
+            leaves = self._memory_of(block).take(slots[rows] - block * num_slots, None, cut_here)
             fetched.append((rows, leaves))
         return merge_in_order(fetched, slots.device)
 
