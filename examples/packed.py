@@ -138,7 +138,7 @@ class FineTuning(L.LightningModule):
         self.log("val_document_loss", mean, batch_size=len(by_document), **how)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leave out the frozen weights, which are loaded by name."""
+        """Remove the frozen weights, which are loaded by name."""
         if self.lora_rank:
             named = self.named_parameters(remove_duplicate=False)
             for name in [name for name, param in named if not param.requires_grad]:
