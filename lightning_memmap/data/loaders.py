@@ -19,7 +19,7 @@ from lightning_memmap.loading.step_weight import make_item_counter
 from lightning_memmap.loading.super_batch import Collate
 from lightning_memmap.loading.variable_batch import LayoutCollate
 from lightning_memmap.placement.topology import find_data_parallel_rank
-from lightning_memmap.sampling.packed import PackedSampler
+from lightning_memmap.sampling.packed_sampler import PackedSampler
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
 from lightning_memmap.schema.forms import read_declared

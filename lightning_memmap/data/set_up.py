@@ -31,7 +31,8 @@ from lightning_memmap.placement.plan import (
 from lightning_memmap.placement.topology import DataTopology, compute_budgets, measure_free_bytes
 from lightning_memmap.sampling.curriculum import Curriculum
 from lightning_memmap.sampling.factory import make_sampler
-from lightning_memmap.sampling.packed import Packed, PackedSampler
+from lightning_memmap.sampling.packed import Packed
+from lightning_memmap.sampling.packed_sampler import PackedSampler
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import WindowedRows, divisors
 from lightning_memmap.sampling.sampler import Sampler, SequentialSampler, ShuffledSampler

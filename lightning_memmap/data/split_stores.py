@@ -154,10 +154,10 @@ class SplitStores:
                 " Lightning a CombinedLoader over the loaders of several data modules"
             )
         if mixed and train is not None and not names:
-            example = ", ".join(f"{name!r}: ..." for name in mixed)
+            sets = ", ".join(f"{name!r}: ..." for name in mixed)
             raise ValueError(
                 f"{sampler}: mixes several training sets, and train_dataset is only one: pass a"
-                f" dict, such as train_dataset={{{example}}}"
+                f" dict, such as train_dataset={{{sets}}}"
             )
         if mixed and self.options.selection("train") is not None:
             raise ValueError(

@@ -18,7 +18,7 @@ from lightning_memmap.loading.packing import Packing
 from lightning_memmap.loading.row_source import Cut, FieldRows, RowSource, Take
 from lightning_memmap.loading.variable_batch import ROW_NUMBER, check_may_have_layout
 from lightning_memmap.loading.variable_rows import VariableRows
-from lightning_memmap.sampling.packed import PackedDocuments, PackedSampler
+from lightning_memmap.sampling.packed_sampler import PackedDocuments, PackedSampler
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.schema.forms import Layout, Pad
 from lightning_memmap.schema.schema import Schema

@@ -26,7 +26,7 @@ from lightning_memmap.loading.stream import (
 )
 from lightning_memmap.placement.plan import Residency, SplitShards
 from lightning_memmap.placement.topology import DataTopology
-from lightning_memmap.sampling.packed import PackedSampler
+from lightning_memmap.sampling.packed_sampler import PackedSampler
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import StoreRows, WindowedRows
 from lightning_memmap.sampling.schedule import Blocks

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_memmap.integers import group_sums
 from lightning_memmap.sampling.factory import Fields
-from lightning_memmap.sampling.packed import PackedSampler
+from lightning_memmap.sampling.packed_sampler import PackedSampler
 from lightning_memmap.sampling.sampler import Sampler
 
 #: Weights that a loader keeps where no strategy takes them, as under Lightning's own.

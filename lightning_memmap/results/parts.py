@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.integers import bounds_of, num_strided, strided
-from lightning_memmap.sampling.packed import PackedSampler
+from lightning_memmap.sampling.packed_sampler import PackedSampler
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.schema.fields import Field, dtype_name
 from lightning_memmap.schema.validation import read_dtype

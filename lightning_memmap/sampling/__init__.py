@@ -23,7 +23,10 @@ Modules, from the bottom up:
     factory       how an order is made from the user's options, and from values of rows
     weighted, bucketed, mixture, curriculum, packed
                   further orders, each with the option that makes it
+    documents     the documents of each shard, by their lengths
     packing       how documents are packed into sequences
+    packed_sampler, pack_plan
+                  the order of packs, and how many packs an epoch has
     selection     which rows of which store each split uses
     schedule      how an epoch is divided into steps and into blocks
 """

@@ -11,7 +11,7 @@ from typing_extensions import Self, override
 from lightning_memmap.errors import ReprAsCall
 from lightning_memmap.integers import Integers
 from lightning_memmap.sampling.factory import Fields, SamplerFactory, make_sampler
-from lightning_memmap.sampling.packed import PackedDocuments, PackedSampler
+from lightning_memmap.sampling.packed_sampler import PackedDocuments, PackedSampler
 from lightning_memmap.sampling.pool import Pool, unite_pools
 from lightning_memmap.sampling.sampler import Sampler, ShuffledSampler
 from lightning_memmap.sampling.table_sampler import TableSampler

@@ -31,6 +31,10 @@ Key = str | int
 Path = tuple[Key, ...]
 #: The leaves of a sample or batch, by the index of their field.
 Leaves: TypeAlias = Sequence[Any] | Mapping[int, Any]
+NodeKind: TypeAlias = Literal[
+    "leaf", "records", "optional", "none",
+    "tuple", "list", "dict", "namedtuple", "dataclass", "tensordict",
+]  # fmt: skip
 #: A function that nests leaves like a sample.
 Build: TypeAlias = Callable[[Leaves], Any]
 
@@ -41,10 +45,7 @@ class Node(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     #: "records" is a list of any length, whose items have the structure of the child. "optional" is
     #: None in some rows, and has the structure of the child in other rows. "none" is None in all
     #: rows.
-    kind: Literal[
-        "leaf", "records", "optional", "none",
-        "tuple", "list", "dict", "namedtuple", "dataclass", "tensordict",
-    ]  # fmt: skip
+    kind: NodeKind
     #: The key, attribute or index of each child.
     keys: Path = ()
     # Quoted as a whole, because Python 3.10 does not resolve names nested in a type.
@@ -168,7 +169,7 @@ def _children_in_order(value: Any, node: Node, path: Path) -> Sequence[Any]:
     )
 
 
-def as_container(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | None:
+def as_container(value: Any, path: Path) -> tuple[NodeKind, list[Any], list[Any]] | None:
     """Return the kind, keys and values of a container, or None for a leaf."""
     if isinstance(value, (Tensor, RowList)):
         return None
@@ -186,7 +187,7 @@ def as_container(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | N
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return "namedtuple", list(value._fields), list(value)
     if isinstance(value, (tuple, list)):
-        node_kind = "tuple" if isinstance(value, tuple) else "list"
+        node_kind: NodeKind = "tuple" if isinstance(value, tuple) else "list"
         return node_kind, list(range(len(value))), list(value)
     if is_tensorclass(value):
         raise SchemaError(

@@ -9,7 +9,7 @@ import torch
 
 from lightning_memmap.loading.step_weight import item_weights
 from lightning_memmap.sampling import Packed
-from lightning_memmap.sampling.packed import PackedSampler
+from lightning_memmap.sampling.packed_sampler import PackedSampler
 from tests.loading.test_packed_batch import LENGTH, Documents, batches_of, data_of
 from tests.support.models import set_up
 

@@ -11,7 +11,7 @@ from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
 from lightning_memmap.sampling import Curriculum, Packed, Pool
-from lightning_memmap.sampling.packed import PackedSampler
+from lightning_memmap.sampling.packed_sampler import PackedSampler
 from lightning_memmap.sampling.rows import JoinedRows, Shards, StoreRows
 from tests.sampling.test_bucketed import Table
 from tests.support.rows import StridedRows, pool_of

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_memmap.sampling import Packed, Pool
-from lightning_memmap.sampling.packed import PackedSampler
+from lightning_memmap.sampling.packed_sampler import PackedSampler
 from lightning_memmap.sampling.rows import JoinedRows, Shards, StoreRows
 from tests.sampling.test_bucketed import Table
 from tests.sampling.test_packed import (

@@ -234,7 +234,7 @@ GOLDEN_UNEVEN += [74234, 45171]
         ([1.0, -1.0], {}, "row 1 has the weight -1"),
         ([1.0, float("nan")], {}, "row 1 has the weight nan"),
         ([float("inf"), 1.0], {}, "row 0 has the weight inf"),
-        ([0.0, 0.0], {}, "all weights of the training rows are 0"),
+        ([0.0, 0.0], {}, "weights .* are 0"),
         ([[1.0], [1.0]], {}, r"weights of shape \(2, 1\), and the dataset has 2 rows"),
         ([1.0], {"num_samples": 0}, "num_samples=0"),
         ([1.0], {"num_samples": 1.5}, r"num_samples=1\.5"),

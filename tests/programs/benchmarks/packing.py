@@ -31,7 +31,7 @@ import torch.nn.functional as F
 
 from lightning_memmap.loading import Packing
 from lightning_memmap.sampling import Bucketed, Packed, Pool, ShuffledSampler
-from lightning_memmap.sampling.packed import PackedSampler
+from lightning_memmap.sampling.packed_sampler import PackedSampler
 from lightning_memmap.sampling.rows import Shards, StoreRows
 
 Lengths = np.ndarray

@@ -165,7 +165,7 @@ _PACKING = [
         ("tests/sampling/test_packed.py::test_each_token_comes_once_at_a_position_of_its_shard",),
     ),
     Fault(
-        "sampling/packed.py",
+        "sampling/packed_sampler.py",
         "the first token of a document counts as a target",
         "np.maximum(0, packed.lengths[:, 0].astype(np.int64) - 1)",
         "np.maximum(0, packed.lengths[:, 0].astype(np.int64))",
