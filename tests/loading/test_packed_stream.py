@@ -185,6 +185,6 @@ def test_padding_of_small_blocks_is_shown(
     block: int,
 ) -> None:
     monkeypatch.setattr("lightning_memmap.data.set_up._printed", {})
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
         set_up(make(tmp_path, "mmap", shuffle_block=block), "fit")
     assert ("shuffle_block" in caplog.text) == (block == 5)
