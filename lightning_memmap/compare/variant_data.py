@@ -24,7 +24,7 @@ from lightning_memmap.loading.row_random import RowRandom
 from lightning_memmap.loading.super_batch import Collate
 from lightning_memmap.loading.transform import DeviceTransform
 from lightning_memmap.loading.variable_batch import LayoutCollate
-from lightning_memmap.loading.variable_rows import VariableRows, rows_in_memory
+from lightning_memmap.loading.variable_rows import VariableRows, make_variable_rows
 from lightning_memmap.placement.topology import DataTopology, find_data_parallel_rank, find_topology
 from lightning_memmap.sampling.rows import Rows, WindowedRows
 from lightning_memmap.sampling.sampler import Sampler
@@ -118,7 +118,7 @@ class PlainCollate:
 def _stack(field: Field, rows: tuple[Any, ...]) -> Tensor | VariableRows:
     if field.num_variable:
         tensors = (row if isinstance(row, Tensor) else torch.from_numpy(row.copy()) for row in rows)
-        return rows_in_memory(field, list(tensors))
+        return make_variable_rows(field, list(tensors))
     if isinstance(rows[0], Tensor):
         return torch.stack(rows)
     return torch.from_numpy(np.stack(rows))

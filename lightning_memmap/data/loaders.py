@@ -78,7 +78,7 @@ def make_loader(
         topology,
         order,
         options.batch_size_of(split),
-        collate=_collate(split, set_up, stores),
+        collate=_make_collate(split, set_up, stores),
         transform=options.transform if is_training else options.eval_transform,
         seed=options.seed,
         prefetch=options.prefetch,
@@ -120,7 +120,8 @@ def _counting_options(
     return {"count_in_batch": weight} if is_needed else {}
 
 
-def _collate(split: str, set_up: SetUp, stores: SplitStores) -> Collate:
+def _make_collate(split: str, set_up: SetUp, stores: SplitStores) -> Collate:
+    """Make the function that builds batches of a split, and check its schema."""
     # The options of the set-up, for which its rows were loaded.
     options = set_up.options
     dataset = stores.datasets[stores.parts(stores.stored_split(split))[0]]
@@ -128,12 +129,7 @@ def _collate(split: str, set_up: SetUp, stores: SplitStores) -> Collate:
     schema.check_declared(read_declared(options.variable, options.nullable))
     if options.windows is not None:
         schema = schema.windowed(options.windows.fields, options.windows.length)
-    sample = None
-    if schema.has_classes and dataset is not None and not is_read_once(dataset):
-        if is_iterable_only(dataset):
-            sample = next(iterate_samples(dataset))
-        else:
-            sample = read_first_sample(dataset, stores.options.num_workers)
+    sample = _read_class_sample(dataset, stores.options.num_workers) if schema.has_classes else None
     order = set_up.placement.splits[split].order
     if isinstance(order, PackedSampler):
         lengths = set_up.stores[split].lengths
@@ -141,6 +137,15 @@ def _collate(split: str, set_up: SetUp, stores: SplitStores) -> Collate:
             schema, order, options.layout, lengths, sample, options.with_row_numbers
         )
     return LayoutCollate(schema, options.layout, options.decode, sample, options.with_row_numbers)
+
+
+def _read_class_sample(dataset: Any, num_workers: int) -> Any:
+    """Read the first sample for its classes; return None if it cannot be read again."""
+    if dataset is None or is_read_once(dataset):
+        return None
+    if is_iterable_only(dataset):
+        return next(iterate_samples(dataset))
+    return read_first_sample(dataset, num_workers)
 
 
 class _ShowStored(L.Callback):

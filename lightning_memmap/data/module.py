@@ -607,7 +607,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         stores.check_options()
         specs, growing = stores.needed_builds(self._splits(), self._background_builds)
         if growing:
-            build = BackgroundBuild(growing, self.num_workers, self._planner.find_first_rows)
+            build = BackgroundBuild(growing, self.num_workers, self._planner.find_first_step_rows)
             self._background_builds.append(build)
         stores.build(specs)
 
@@ -652,7 +652,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         """Free the rows of the last set-up, and forget the state of the last fit."""
         # Not teardown(), because a subclass may have overridden it.
         if self._set_up is not None:
-            self._set_up.release()
+            self._set_up.free_rows()
         # They belong to a fit that ended before it requested its loader.
         self._resume = None
         self._skipped = SkippedSteps()
@@ -704,7 +704,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         """
         self._end_builds()
         if self._set_up is not None:
-            self._set_up.release()
+            self._set_up.free_rows()
             empty_caches(self._set_up.placement.topology.data_devices)
         for training_set in self._training_sets.values():
             training_set.teardown(stage)
@@ -855,7 +855,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             loaders = by_split[role]
         elif isinstance(datasets, Mapping):
             loaders = dict(zip(map(str, datasets), by_split.values(), strict=True))
-        return loaders if self._source is None else self._source.combine(role, loaders)
+        return loaders if self._source is None else self._source.combine_like_source(role, loaders)
 
     def _loader(self, split: str) -> Loader:
         if split not in self._rows:

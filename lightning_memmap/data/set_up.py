@@ -76,7 +76,7 @@ class Planner:
             budget_bytes = compute_budgets(topology, options.memory_fraction)
         return plan_placement(splits, topology, options.residency, budget_bytes=budget_bytes)
 
-    def find_first_rows(self, stores: Mapping[str, Store]) -> dict[str, Integers]:
+    def find_first_step_rows(self, stores: Mapping[str, Store]) -> dict[str, Integers]:
         """Return the rows of the first training steps, by store, with their positions.
 
         The stores may still be empty.
@@ -137,7 +137,7 @@ class Planner:
 
 @dataclass(eq=False)
 class SetUp:
-    """Open stores, and the resident rows of each split, until they are released."""
+    """Open stores, and the resident rows of each split, until these are freed."""
 
     planner: Planner
     stores: Mapping[str, Store]
@@ -236,7 +236,7 @@ class SetUp:
         }
         if opened == self.stores:
             return self
-        self.release()
+        self.free_rows()
         placement = self.planner.place(opened, self.placement.budget_bytes)
         return SetUp.load(self.planner, opened, placement)
 
@@ -245,7 +245,7 @@ class SetUp:
         """Whether the rows were freed."""
         return any(rows.is_released for rows in self.rows.values())
 
-    def release(self) -> None:
+    def free_rows(self) -> None:
         """Free the rows, and what their orders have computed."""
         for rows in self.rows.values():
             rows.release()

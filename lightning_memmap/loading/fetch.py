@@ -105,7 +105,7 @@ class Fetcher:
         if pending is not None and pending.has_all_rows:
             pending = None
         if self._rows.with_row_numbers or pending is not None:
-            dataset_rows = self._sampler.row_numbers(steps.epoch, steps.positions)
+            dataset_rows = self._sampler.padded_dataset_rows(steps.epoch, steps.positions)
         if pending is not None:
             pending.request(dataset_rows[dataset_rows >= 0])
             # One step at a time: it must not wait for the rows of later ones.

@@ -37,7 +37,7 @@ from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.device_streams import send, upload
 from lightning_memmap.loading.row_source import Cut, FieldRows, RowSource, Take, released_error
 from lightning_memmap.loading.variable_rows import Allocate, VariableRows, largest
-from lightning_memmap.sampling.pool import Pool, window_ranges
+from lightning_memmap.sampling.pool import Pool, held_windows_by_series
 from lightning_memmap.sampling.rows import WindowedRows
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.schema.fields import Field, select
@@ -333,7 +333,7 @@ def copy_windows(
 ) -> Memory:
     """Copy the steps of windows to the host or to a device, shared steps once."""
     windows = mapped.windows
-    first_windows, counts = window_ranges(pool, shards)
+    first_windows, counts = held_windows_by_series(pool, shards)
     held = np.flatnonzero(counts)
     skipped_steps = first_windows * windows.stride
     lengths = (counts[held] - 1) * windows.stride + windows.length

@@ -97,7 +97,7 @@ class RowRandom:
             positions: Ascending positions; see `Sampler.locate`.
             seed: Seed of the numbers.
         """
-        rows = order.row_numbers(epoch, positions)
+        rows = order.padded_dataset_rows(epoch, positions)
         if rows.ndim > 1:
             # A pack of several rows has the numbers of its position.
             rows = np.array(positions)

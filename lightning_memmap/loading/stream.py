@@ -201,7 +201,7 @@ class Stream(RowSource):
     def locate(self, sampler: Sampler, epoch: int, positions: range | Integers) -> Integers:
         slots = self.slot_map.locate(sampler, epoch, positions)
         if not isinstance(positions, range):
-            blocks = positions // (self.blocks.rows_per_shard * self.slot_map.pool.num_shards)
+            blocks = positions // (self.blocks.num_rounds * self.slot_map.pool.num_shards)
             located: Integers = slots + blocks * self.num_slots
             return located
         block_positions = self._blocks(sampler).num_block_positions
@@ -216,7 +216,7 @@ class Stream(RowSource):
         """Divide an order into blocks."""
         # Dataset order can use blocks of any size. While a store is built, the size is not known.
         if sampler.is_sequential:
-            sampler = sampler.in_blocks(self.blocks.rows_per_shard)
+            sampler = sampler.in_blocks(self.blocks.num_rounds)
         return Blocks(sampler)
 
     @override
@@ -397,10 +397,10 @@ def max_block_time_steps(held: Sequence[int], blocks: Blocks) -> int:
     if pool.is_striped:
         bounds = np.arange(0, windows.num_rows, blocks.max_rows_per_shard * pool.num_shards)
         bounds = np.append(bounds, windows.num_rows)
-        return int(np.diff(windows.num_time_steps_before(bounds, True)).max()) + num_shared
+        return int(np.diff(windows.num_covered_steps_before(bounds, True)).max()) + num_shared
     lengths = (
         np.diff(
-            windows.num_time_steps_before(
+            windows.num_covered_steps_before(
                 pool.starts[shard] + np.arange(pool.sizes[shard] + 1), False
             )
         )

@@ -390,9 +390,9 @@ def concatenate_rows(parts: Sequence[Tensor | VariableRows]) -> Tensor | Variabl
     return _contiguous_rows(variable[0].field, items, sizes)
 
 
-def rows_in_memory(field: Field, rows: Sequence[Tensor]) -> VariableRows:
-    """Return rows of a field that were not read from a store."""
-    items, sizes = Values.from_rows(field, rows)
+def make_variable_rows(field: Field, tensors: Sequence[Tensor]) -> VariableRows:
+    """Concatenate the tensors of rows of a field, which were not read from a store."""
+    items, sizes = Values.from_rows(field, tensors)
     assert sizes is not None
     # The dataset may use the memory too.
     return _contiguous_rows(field, items, sizes).replaced(is_contiguous=False)

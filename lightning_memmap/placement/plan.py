@@ -10,7 +10,7 @@ import torch
 from rich.table import Table
 
 from lightning_memmap.errors import PlacementError
-from lightning_memmap.placement.shard_sizes import measure_shards
+from lightning_memmap.placement.shard_sizes import compute_shard_bytes
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import Rows, striping
@@ -72,10 +72,10 @@ class SplitShards:
 
     @classmethod
     def of(
-        cls, order: Sampler, store: Manifest, topology: DataTopology, block_bytes: int = 0
+        cls, order: Sampler, manifest: Manifest, topology: DataTopology, block_bytes: int = 0
     ) -> "SplitShards":
-        """Measure the shards of a split of a store. Their residency is still to be planned."""
-        shard_bytes = measure_shards(store, order.pool, topology.num_global_data_devices)
+        """Compute the bytes of the shards of a split. Their residency is still to be planned."""
+        shard_bytes = compute_shard_bytes(manifest, order.pool, topology.num_global_data_devices)
         return cls(order, tuple(shard_bytes.tolist()), block_bytes)
 
     @property

@@ -98,8 +98,8 @@ class EpochColumn:
     column: Column
     dataset: DatasetIdentity
 
-    def read(self, epoch: int) -> ColumnValues:
-        """Read the values that there were before an epoch."""
+    def read_before(self, epoch: int) -> ColumnValues:
+        """Read the values that existed before an epoch."""
         return self.column.read(self.dataset, epoch)
 
     @property

@@ -288,22 +288,22 @@ class MixtureSampler(DrawnSampler):
     sets: Sets
 
     @cached_once
-    def _sections(self) -> tuple[_Sections, NDArray[np.uint64]]:
-        """Return the sections of all shards, and a random number for each."""
+    def _sections_and_phases(self) -> tuple[_Sections, NDArray[np.uint64]]:
+        """Return the sections of all shards, and a random row that each is read from first."""
         sections = self.sets.sections(self.num_shards)
         return sections, bit_generator(self.seed, 0, 1).random_raw(len(sections.set_index))
 
-    def _sections_of(self, shards: Integers) -> tuple[_Sections, NDArray[np.uint64]]:
-        """Return `_sections` for some shards, shard after shard."""
-        sections, random = self._sections()
+    def _sections_and_phases_of(self, shards: Integers) -> tuple[_Sections, NDArray[np.uint64]]:
+        """Return the sections and phases of some shards, shard after shard."""
+        sections, phases = self._sections_and_phases()
         starts = np.searchsorted(sections.shard, shards, "left")
         stops = np.searchsorted(sections.shard, shards, "right")
         index = ranges(starts, stops - starts)
-        return _Sections(*(column[index] for column in sections)), random[index]
+        return _Sections(*(column[index] for column in sections)), phases[index]
 
     @override
     def draw_shards(self, epoch: int, shards: Integers) -> NDArray[Any]:
-        sections, random = self._sections_of(shards)
+        sections, phases = self._sections_and_phases_of(shards)
         _, _, start, stop, row_start, row_stop, offset = sections
         inner, inner_past = self._points_before(sections, row_start + 1, epoch)
         outer, outer_past = self._points_before(sections, row_stop - 1, epoch)
@@ -317,7 +317,7 @@ class MixtureSampler(DrawnSampler):
         offsets = np.stack([offset, offset + 1, last_offset], axis=1).ravel()
         sizes = np.stack([one, num_between, one], axis=1).ravel()
         read_from = np.zeros((len(row_start), 3), np.int64)
-        read_from[:, 1] = (random + outer_past - inner_past) % num_between
+        read_from[:, 1] = (phases + outer_past - inner_past) % num_between
         runs = _read_in_turn(offsets, sizes, read_from.ravel(), num_drawn)
         return ranges(*runs, np.min_scalar_type(self.pool.longest))
 
@@ -389,7 +389,7 @@ class ByBatchSampler(MixtureSampler):
 
     @override
     def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:
-        sections, _ = self._sections_of(np.array([shard]))
+        sections, _ = self._sections_and_phases_of(np.array([shard]))
         row_sets = sections.set_index[np.searchsorted(sections.offset, offsets, side="right") - 1]
         positions = np.arange(len(offsets), dtype=np.int64) * self.num_shards + shard
         position_sets = self._batch_sets(epoch)[positions // self.sets.global_batch]

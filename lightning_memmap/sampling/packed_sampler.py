@@ -360,13 +360,13 @@ class PackedSampler(Sampler):
         return PackedDocuments(rows, row_starts, lengths, counts)
 
     @override
-    def row_numbers(self, epoch: int, positions: range) -> Integers:
+    def padded_dataset_rows(self, epoch: int, positions: range) -> Integers:
         packed = self.documents_at(epoch, np.asarray(positions, np.int64))
         packs = group_of(packed.documents_per_pack)
         columns = index_in_group(packed.documents_per_pack)
-        row_numbers = np.full((len(positions), self.max_documents), -1, np.int64)
-        row_numbers[packs, columns] = self.pool.dataset_rows(packed.pool_index)
-        return row_numbers
+        padded = np.full((len(positions), self.max_documents), -1, np.int64)
+        padded[packs, columns] = self.pool.dataset_rows(packed.pool_index)
+        return padded
 
     @override
     def num_rows_at(self, epoch: int, positions: Integers) -> Integers:

@@ -202,12 +202,12 @@ def unite_pools(pools: Sequence[Pool]) -> Pool:
     return base.choose(sizes, np.concatenate(united))
 
 
-def window_ranges(pool: Pool, shards: Sequence[int]) -> tuple[Integers, Integers]:
-    """Find the range of windows of each series from the first to the last that some shards hold.
+def held_windows_by_series(pool: Pool, shards: Sequence[int]) -> tuple[Integers, Integers]:
+    """Find the windows of each series from the first to the last that some shards hold.
 
     Returns:
-        The first window of each range, and its number of windows, which may be 0: both int64 of
-        shape (series,).
+        By series, the first of these windows and their number, which may be 0: int64 of shape
+        (series,) each.
     """
     rows = pool.rows
     assert isinstance(rows, WindowedRows)

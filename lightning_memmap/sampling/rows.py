@@ -442,11 +442,11 @@ class WindowedRows(Rows):
             orders.append((used, self.starts[used], counts, np.cumsum(counts)))
         return orders
 
-    def num_time_steps_before(self, windows: Integers, in_dataset_order: bool) -> Integers:
-        """Count the time steps of all windows before these; steps in several windows count once."""
+    def num_covered_steps_before(self, window_bounds: Integers, in_dataset_order: bool) -> Integers:
+        """Count the time steps that all windows before each bound cover, each step once."""
         _, _, counts, stops = self._by_order[in_dataset_order]
-        num_series = np.searchsorted(stops - counts, windows, side="left")
-        return windows * self.stride + num_series * (self.length - self.stride)
+        num_series = np.searchsorted(stops - counts, window_bounds, side="left")
+        return window_bounds * self.stride + num_series * (self.length - self.stride)
 
 
 def _in_series(starts: Integers, windows: Integers) -> tuple[Integers, Integers]:

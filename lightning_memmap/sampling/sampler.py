@@ -276,12 +276,12 @@ class Sampler(ABC):
         sums: NDArray[Any] = values[self.locate(epoch, positions)]
         return sums
 
-    def row_numbers(self, epoch: int, positions: range) -> Integers:
-        """Return the dataset rows that batches have as row numbers, one or more per position.
+    def padded_dataset_rows(self, epoch: int, positions: range) -> Integers:
+        """Return `dataset_rows` in one row per position, as the row numbers of batches.
 
         Returns:
             int64 of shape (len(positions),). If positions hold several rows, of shape
-            (len(positions), most rows of a position), -1 where there is none.
+            (len(positions), most rows of a position), padded with -1.
         """
         return self.dataset_rows(epoch, positions)
 

@@ -240,8 +240,8 @@ class Blocks:
     sampler: Sampler
 
     @property
-    def rows_per_shard(self) -> int:
-        """Positions of a shard in a block."""
+    def num_rounds(self) -> int:
+        """Rounds over the shards in a block: its positions of each shard."""
         assert self.sampler.shuffle_block is not None, f"{self.sampler} has no blocks"
         return self.sampler.shuffle_block
 
@@ -253,7 +253,7 @@ class Blocks:
     @property
     def num_block_positions(self) -> int:
         """Positions of a block over all shards."""
-        return self.rows_per_shard * self.sampler.num_shards
+        return self.num_rounds * self.sampler.num_shards
 
     def __len__(self) -> int:
         return ceil_div(self.sampler.num_positions, self.num_block_positions)
@@ -262,7 +262,7 @@ class Blocks:
     def max_rows_per_shard(self) -> int:
         """The most rows of a shard in a block."""
         sampler = self.sampler
-        longest = min(self.rows_per_shard, ceil_div(sampler.num_positions, sampler.num_shards))
+        longest = min(self.num_rounds, ceil_div(sampler.num_positions, sampler.num_shards))
         for shard, num_rows in enumerate(sampler.pool.sizes.tolist()):
             most = sampler.most_in_block(shard, np.broadcast_to(np.int64(1), num_rows))
             if most is None:
@@ -273,6 +273,6 @@ class Blocks:
     def pool_indices(self, epoch: int, block_index: int, shards: Integers) -> Integers:
         """Return the rows that a block holds of some shards, as indices in the pool."""
         sampler = self.sampler
-        start = block_index * self.rows_per_shard
-        stop = min(start + self.rows_per_shard, ceil_div(sampler.num_positions, sampler.num_shards))
+        start = block_index * self.num_rounds
+        stop = min(start + self.num_rounds, ceil_div(sampler.num_positions, sampler.num_shards))
         return sampler.rows_at(epoch, start, stop, shards)

@@ -345,7 +345,7 @@ class EpochWeightedSampler(DrawnSampler):
         rows = self.pool.dataset_rows(self.pool.indices())
         if epoch == 0:
             return np.ones(len(rows)), None
-        column = self.column.read(epoch)
+        column = self.column.read_before(epoch)
         values = _column_weights(self.column.column, column, rows)
         return _scaled(values), column.version
 

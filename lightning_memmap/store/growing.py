@@ -260,7 +260,7 @@ def _distinct(integers: Integers) -> Integers:
 
 #: Finds the rows that are needed first, from stores by name without rows: for each, their
 #: priorities over all stores and the rows, int64 of shape (2, rows).
-FindFirstRows: TypeAlias = Callable[[Mapping[str, Store]], Mapping[str, Integers]]
+FindUrgentRows: TypeAlias = Callable[[Mapping[str, Store]], Mapping[str, Integers]]
 
 
 class BackgroundBuild:
@@ -271,11 +271,11 @@ class BackgroundBuild:
     Args:
         specs: The stores to build, by name.
         num_workers: Processes that read and write.
-        find_first_rows: Finds the rows that are needed first.
+        find_urgent_rows: Finds the rows that are needed first.
     """
 
     def __init__(
-        self, specs: Mapping[str, BuildSpec], num_workers: int, find_first_rows: FindFirstRows
+        self, specs: Mapping[str, BuildSpec], num_workers: int, find_urgent_rows: FindUrgentRows
     ) -> None:
         self._builds = dict[str, _Build]()
         self._locks = dict[str, ExitStack]()
@@ -291,7 +291,7 @@ class BackgroundBuild:
             datasets = {name: spec.dataset for name, spec in specs.items()}
             self._workers = stack.enter_context(Workers(datasets, num_workers))
             if specs:
-                self._begin(specs, find_first_rows)
+                self._begin(specs, find_urgent_rows)
             self._resources = stack.pop_all()
         # A daemon doesn't keep a program from ending: the next build resumes.
         self._thread = Thread(target=self._run, name="lightning_memmap build", daemon=True)
@@ -310,11 +310,11 @@ class BackgroundBuild:
         for build in self._builds.values():
             _errors.pop(build.shared.generation, None)
 
-    def _begin(self, specs: Mapping[str, BuildSpec], find_first_rows: FindFirstRows) -> None:
+    def _begin(self, specs: Mapping[str, BuildSpec], find_urgent_rows: FindUrgentRows) -> None:
         """Read the probe rows, and begin or resume all builds."""
         draft_stores = {name: _make_draft_store(spec) for name, spec in specs.items()}
         self._workers.start()
-        first_rows = find_first_rows(draft_stores)
+        urgent_rows = find_urgent_rows(draft_stores)
         for spec in specs.values():
             _ = spec.identity  # Before a row is read.
         all_probes = self._read_probes(specs, draft_stores)
@@ -326,8 +326,8 @@ class BackgroundBuild:
             self._locks[name].enter_context(building)
             row_group_of = make_source(spec.dataset, draft.schema).row_groups()
             self._builds[name] = _Build(building, probes, row_group_of)
-            if name in first_rows:
-                priorities, rows = first_rows[name]
+            if name in urgent_rows:
+                priorities, rows = urgent_rows[name]
                 self._builds[name].shared.request(rows, priorities)
 
     def _read_probes(

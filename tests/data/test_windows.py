@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.memory import Memory
-from lightning_memmap.placement.shard_sizes import measure_shards
+from lightning_memmap.placement.shard_sizes import compute_shard_bytes
 from lightning_memmap.sampling import (
     KFold,
     Pool,
@@ -26,7 +26,7 @@ from lightning_memmap.sampling import (
     Weighted,
 )
 from lightning_memmap.sampling.identity import FrozenArray
-from lightning_memmap.sampling.pool import window_ranges
+from lightning_memmap.sampling.pool import held_windows_by_series
 from lightning_memmap.sampling.rows import Rows, Shards, StoreRows, WindowedRows
 from lightning_memmap.schema import Decode, Windows
 from lightning_memmap.store import Store, TokenStream, build_store
@@ -102,7 +102,7 @@ def test_each_window_is_in_one_shard_and_found_again(
             places = pool.file_rows(pool.indices(shard))
             assert line.subset_index_at(places).tolist() == each.tolist()
             at, windows = line.in_series(places)
-            firsts, counts = window_ranges(pool, [shard])
+            firsts, counts = held_windows_by_series(pool, [shard])
             assert (windows >= firsts[at]).all()
             assert (windows < (firsts + counts)[at]).all()
             assert (counts > 0).sum() == len(set(at.tolist()))
@@ -143,7 +143,7 @@ def test_memory_holds_each_step_once(store: Store) -> None:
 def test_plan_counts_the_bytes_that_are_held(store: Store) -> None:
     loader = make_window_loader(store, Windows("value", LENGTH, STRIDE), residency="host")
     pool = loader.order.pool
-    _, counts = window_ranges(pool, range(12))
+    _, counts = held_windows_by_series(pool, range(12))
     steps = int(((counts[counts > 0] - 1) * STRIDE + LENGTH).sum())
     # Of the other fields, a piece of a series counts as their mean.
     others = [each for each in store.manifest.columns if each.field.name != "value"]
@@ -152,7 +152,7 @@ def test_plan_counts_the_bytes_that_are_held(store: Store) -> None:
     least = steps * 4 + pieces * rest
     assert (
         0
-        <= measure_shards(store.manifest, pool, 1).sum() - least
+        <= compute_shard_bytes(store.manifest, pool, 1).sum() - least
         <= 12 * ((LENGTH - STRIDE) * 4 + rest)
     )
 

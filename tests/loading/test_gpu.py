@@ -14,7 +14,7 @@ from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.nested import dense_tensors, named_leaves, send_leaf, with_leaves
 from lightning_memmap.loading.split import load_split
 from lightning_memmap.loading.variable_batch import LayoutCollate
-from lightning_memmap.loading.variable_rows import rows_in_memory
+from lightning_memmap.loading.variable_rows import make_variable_rows
 from lightning_memmap.placement.plan import Residency, plan_placement
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import ShuffledSampler
@@ -155,7 +155,7 @@ def test_rows_of_any_dtype_are_padded_and_packed_on_a_gpu(dtype: str, num_variab
     shapes = random.integers(0, 5, (7, num_variable)).tolist()
     rows = [torch.from_numpy(random.integers(0, 2, (*shape, 3))) for shape in shapes]
     field = Field("x", DTYPES[dtype], (*[None] * num_variable, 3))
-    (here,) = rows_in_memory(field, [row.to(field.dtype) for row in rows]).split_with_sizes([7])
+    (here,) = make_variable_rows(field, [row.to(field.dtype) for row in rows]).split_with_sizes([7])
     there, some = here.to(torch.device("cuda", 0)), np.array([3, 1, 0, 6])
     torch.use_deterministic_algorithms(True)
     try:

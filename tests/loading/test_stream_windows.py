@@ -79,7 +79,7 @@ def test_stretches_have_the_windows_of_a_run_and_no_window_more_steps_than_the_l
     everything = int((line.windows_per_series[line.windows_per_series > 0] - 1).sum()) * line.stride
     everything += int((line.windows_per_series > 0).sum()) * line.length
     edges = np.array([0, line.num_rows])
-    assert line.num_time_steps_before(edges, pool.is_striped).tolist() == [0, everything]
+    assert line.num_covered_steps_before(edges, pool.is_striped).tolist() == [0, everything]
 
 
 # Loaders

@@ -19,7 +19,7 @@ from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.transform import OnSuperBatch
 from lightning_memmap.loading.variable_batch import LayoutCollate
-from lightning_memmap.loading.variable_rows import VariableRows, rows_in_memory
+from lightning_memmap.loading.variable_rows import VariableRows, make_variable_rows
 from lightning_memmap.sampling import SequentialSampler
 from lightning_memmap.schema import Layout, Pad
 from lightning_memmap.schema.fields import Field
@@ -219,7 +219,7 @@ def test_rows_of_any_sizes_are_padded_packed_and_divided(
         full = (*sizes[:num_variable], *shape[num_variable:], 3)
         tensors.append(torch.randint(1, 99, full, dtype=torch.int32))
     field = Field("x", torch.int32, (*shape, 3))
-    rows = rows_in_memory(field, tensors)
+    rows = make_variable_rows(field, tensors)
     order = data.draw(st.lists(st.integers(0, len(shapes) - 1), min_size=1, max_size=9))
     chosen = rows[np.array(order, np.int64)]
     expected = [tensors[index] for index in order]
@@ -240,7 +240,7 @@ def test_steps_concatenated_with_neighbours_have_their_own_rows(
 ) -> None:
     monkeypatch.setattr(variable_rows, "_TOGETHER_BYTES", most_bytes)
     tensors = [torch.full((size,), float(row)) for row, size in enumerate([3, 0, 2, 5, 1, 0, 4, 2])]
-    rows = rows_in_memory(Field("x", torch.float32, (None,)), tensors)
+    rows = make_variable_rows(Field("x", torch.float32, (None,)), tensors)
     asked: list[int] = []
 
     def allocate(num_bytes: int) -> Tensor:
@@ -271,7 +271,7 @@ def test_steps_padded_together_are_padded_as_wide_as_each_needs(
     shapes = random.integers(0, longest, (60, num_variable))
     tensors = [torch.from_numpy(random.integers(1, 2**40, (*shape, 2))) for shape in shapes]
     field = Field("x", torch.int64, (*[None] * num_variable, 2))
-    rows = rows_in_memory(field, tensors)
+    rows = make_variable_rows(field, tensors)
     sizes = [20, 1, 0, 19, 20]
     steps = list(zip(rows.split_with_sizes(sizes), torch.arange(60).split(sizes), strict=True))
     for step, numbers in [*steps, *reversed(steps)]:
@@ -289,7 +289,7 @@ def test_steps_padded_together_are_padded_as_wide_as_each_needs(
 @pytest.mark.parametrize("num_variable", [1, 2])
 def test_padding_that_no_memory_can_hold_is_refused(num_variable: int) -> None:
     field = Field("x", torch.float32, (None,) * num_variable)
-    (step,) = rows_in_memory(field, [torch.ones((3,) * num_variable)]).split_with_sizes([1])
+    (step,) = make_variable_rows(field, [torch.ones((3,) * num_variable)]).split_with_sizes([1])
     with pytest.raises(ValueError, match=r"1 rows of field 'x', .* multiple than 4611"):
         step.padded(0, 2**62)
 

@@ -36,7 +36,7 @@ def windows(draw: st.DrawFn) -> Blocks:
 
 def offsets_by_window(cut: Blocks, epoch: int) -> list[list[list[int]]]:
     """By window and shard, the offsets that come then."""
-    sampler, size = cut.sampler, cut.rows_per_shard * cut.sampler.num_shards
+    sampler, size = cut.sampler, cut.num_rounds * cut.sampler.num_shards
     found = []
     for first in range(0, sampler.num_positions, size):
         shards, offsets = at(sampler, epoch, range(first, min(sampler.num_positions, first + size)))
@@ -75,8 +75,8 @@ def test_window_is_the_runs_of_each_shard(cut: Blocks, epoch: int) -> None:
         wanted = [offset for run in runs for offset in run]
         # Few runs, and long ones: at most a wrap around, and the row that some shards have more.
         assert len(runs) <= 2 + (number == len(cut) - 1)
-        assert len(wanted) <= cut.rows_per_shard
-        assert len(wanted) == cut.rows_per_shard or number == len(cut) - 1
+        assert len(wanted) <= cut.num_rounds
+        assert len(wanted) == cut.num_rounds or number == len(cut) - 1
         for shard, offsets in enumerate(by_shard):
             assert sorted(offsets) == sorted(o for o in wanted if o < sizes[shard])
             # A short shard lacks the last one alone.

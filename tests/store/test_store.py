@@ -13,7 +13,7 @@ import torch
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.loading.row_file import open_row_files
-from lightning_memmap.placement.shard_sizes import measure_shards
+from lightning_memmap.placement.shard_sizes import compute_shard_bytes
 from lightning_memmap.sampling import Pool
 from lightning_memmap.store import Store, build_store, open_store, verify_store
 from lightning_memmap.store.manifest import MANIFEST, VERSION, Manifest
@@ -440,10 +440,10 @@ def test_manifest_sizes_agree_with_the_files(path: Path) -> None:
     )
     for num_shards, rows in ((3, [34, 33, 33]), (6, [17] * 4 + [16] * 2)):
         pool = Pool.of(store.rows(), num_shards)
-        assert measure_shards(manifest, pool, 1).tolist() == [40 * count for count in rows]
+        assert compute_shard_bytes(manifest, pool, 1).tolist() == [40 * count for count in rows]
     for fold in (StridedRows(1, 3), StridedRows(0, 3, excluded=True)):
         pool = Pool.of(store.rows(fold.of(store.num_rows)), 2)
-        assert measure_shards(manifest, pool, 1).tolist() == (pool.sizes * 40).tolist()
+        assert compute_shard_bytes(manifest, pool, 1).tolist() == (pool.sizes * 40).tolist()
     assert manifest.source["dataset"] == "tests.support.datasets.Numbered"
 
 

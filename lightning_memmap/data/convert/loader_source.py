@@ -102,7 +102,7 @@ class LoaderSource:
             by_key[key] = {name: options[name] for name in options.keys() - self._chosen}
         return by_key
 
-    def combine(self, role: str, loaders: Any) -> Any:
+    def combine_like_source(self, role: str, loaders: Any) -> Any:
         """Return evaluation loaders, combined like the loaders of the source."""
         tree = self._trees.get(role)
         if tree is None or tree.combined is None:

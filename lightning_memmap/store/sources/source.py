@@ -103,7 +103,7 @@ def is_read_by_item(dataset: Any) -> bool:
     is_known = type(dataset) in {*_COLUMN_ATTRIBUTES, ConcatDataset} or is_exactly(
         dataset, "TensorDict"
     )
-    return not (is_known or _is_array(dataset) or is_hugging_face(dataset))
+    return not (is_known or _is_sliceable_array(dataset) or is_hugging_face(dataset))
 
 
 def concatenate_sources(sources: Sequence[Source], sizes: Sequence[int]) -> Source:
@@ -144,7 +144,7 @@ def _make_sliced_source(dataset: Any, node: Node, *, any_array: bool = False) ->
     """
     if isinstance(dataset, TableColumn):
         return Source(partial(_read_column, dataset.rows, node), dataset.row_groups)
-    if _is_array(dataset) or (any_array and is_array_like(dataset)):
+    if _is_sliceable_array(dataset) or (any_array and is_array_like(dataset)):
         return Source(partial(_read_column, partial(_slice_array, dataset), node))
     if type(dataset) is Subset:
         return _make_subset_source(dataset, node)
@@ -196,7 +196,7 @@ def _is_in_memory(values: Any) -> bool:
     return type(values) in _MEMORY_TYPES or is_exactly(values, "MemoryMappedTensor")
 
 
-def _is_array(values: Any) -> bool:
+def _is_sliceable_array(values: Any) -> bool:
     if _is_in_memory(values):
         is_nested = isinstance(values, Tensor) and values.is_nested
         return not is_nested and values.ndim > 0
