@@ -69,7 +69,8 @@ class SlotMap:
         pool: The rows.
         starts: The slot of the first row of each shard, int64 of shape (C,), if the slots of each
             shard are consecutive; else None.
-        to_slots: Maps file rows to slots; None if they are equal, or with ``starts``.
+        to_slots: Maps file rows, or storage ranks of windows, to slots; None if they are equal, or
+            with ``starts``.
     """
 
     pool: Pool
@@ -193,7 +194,7 @@ class SeriesSlots:
 
     @cached_property
     def shifts(self) -> Integers:
-        """By series: slot = shift + stride * file row of the window, int64 of shape (series,)."""
+        """By series: slot = shift + stride * storage rank, int64 of shape (series,)."""
         return self.origins - self.windows.starts * self.windows.stride
 
     @property
@@ -201,12 +202,12 @@ class SeriesSlots:
         """A number above all slots: one past the last step in the files, and one more."""
         return int((self.origins + self.windows.series_lengths.array).max()) + 1
 
-    def slots(self, file_rows: Integers) -> Integers:
-        """Return the slots of windows, from their file rows."""
+    def slots(self, ranks: Integers) -> Integers:
+        """Return the slots of windows, from their storage ranks."""
         shifts = self.shifts
         if len(shifts) > 1:
-            shifts = shifts[self.windows.in_series(file_rows)[0]]
-        return file_rows * self.windows.stride + shifts
+            shifts = shifts[self.windows.in_series(ranks)[0]]
+        return ranks * self.windows.stride + shifts
 
     def slot_map(self, pool: Pool) -> SlotMap:
         """Make the map of a pool of these windows."""

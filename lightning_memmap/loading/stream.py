@@ -324,21 +324,21 @@ def locate_block_windows(
     num_shards = pool.num_shards
     runs = blocks.sampler.block_runs(epoch, block)
     if runs is None:
-        file_rows = distinct(pool.file_rows(blocks.pool_indices(epoch, block, held)))
-        series_indices = windows.in_series(file_rows)[0]
-        counts = np.ones_like(file_rows)
+        ranks = distinct(pool.file_rows(blocks.pool_indices(epoch, block, held)))
+        series_indices = windows.in_series(ranks)[0]
+        counts = np.ones_like(ranks)
     elif pool.is_striped:
         bounds = [(run.start * num_shards, run.stop * num_shards) for run in runs]
-        series_indices, file_rows, counts = windows.runs_between(num_shards, bounds, held.tolist())
+        series_indices, ranks, counts = windows.runs_between(num_shards, bounds, held.tolist())
     else:
         bounds = [
             (start + run.start, start + min(run.stop, size))
             for start, size in zip(pool.starts[held], pool.sizes[held], strict=True)
             for run in runs
         ]
-        series_indices, file_rows, counts = windows.runs_between(num_shards, bounds, None)
+        series_indices, ranks, counts = windows.runs_between(num_shards, bounds, None)
     lengths = (counts - 1) * windows.stride + windows.length
-    return Located(file_rows * windows.stride + series.shifts[series_indices], lengths[:, None])
+    return Located(ranks * windows.stride + series.shifts[series_indices], lengths[:, None])
 
 
 def max_block_items(

@@ -2,14 +2,17 @@
 
 It is the same under every strategy and on any number of devices that divides the shards.
 
-Integers only: no file, no tensor, no device. The names used here::
+Integers only: no file, no tensor, no device. The numberings, with those of store and loading::
 
-    row           index of a sample in dataset order
+    row           index of a sample in the whole dataset, in its order; also "dataset row"
     subset_index  index of a row in a subset, in its order; without a subset, the row
     file_row      index of a row in the files of its store, shard after shard
+    storage_rank  index of a row, or of a window, among the used ones in the order of the files
     shard         0 .. C-1; in a store, row i belongs to shard i % C
     pool_index    index of a row in a pool, shard by shard; offsets count from the shard's start
     position      index in the order of an epoch; position p is served by shard p % C
+    memory_row    store: index of a row in mapped columns, which may have gaps between stores
+    slot          loading: index of a row in memory, or of the first step of a window
     start, stop   half-open bounds
 
 Modules, from the bottom up:

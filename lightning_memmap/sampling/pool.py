@@ -111,14 +111,14 @@ class Pool:
 
     @cached_property
     def _is_file_order(self) -> bool:
-        """Whether an index in the pool of all rows is the row's place in the files."""
+        """Whether the index of a row in the pool of all rows is what `file_rows` returns."""
         if self.is_striped:
             return self.rows == StoreRows(self._striping)
         return self.rows.is_file_order
 
     @cached_property
     def file_starts(self) -> Integers | None:
-        """The file row of each shard's first row, int64 of shape (C,).
+        """The file row, or storage rank, of each shard's first row, int64 of shape (C,).
 
         None if the rows of some shard are not consecutive in the files.
         """
@@ -145,7 +145,7 @@ class Pool:
         return self._striping.rows(base) if self.is_striped else self.rows.subset_index_at(base)
 
     def file_rows(self, index: Integers) -> Integers:
-        """Return where rows are stored in the files, counted in rows."""
+        """Return the file rows, or of windows the storage ranks, from pool indices."""
         if self._is_file_order:
             return self.base_index(index)
         return self.rows.file_rows(self.subset_index(index))
@@ -214,8 +214,8 @@ def held_windows_by_series(pool: Pool, shards: Sequence[int]) -> tuple[Integers,
     firsts = rows.windows_per_series.copy()
     lasts = np.full(len(rows.windows_per_series), -1, np.int64)
     for shard in shards:
-        for series, file_windows, counts in _window_runs(pool, rows, shard):
-            windows = file_windows - rows.starts[series]
+        for series, ranks, counts in _window_runs(pool, rows, shard):
+            windows = ranks - rows.starts[series]
             np.minimum.at(firsts, series, windows)
             np.maximum.at(lasts, series, windows + counts - 1)
     return firsts, np.maximum(0, lasts + 1 - firsts)
@@ -224,13 +224,13 @@ def held_windows_by_series(pool: Pool, shards: Sequence[int]) -> tuple[Integers,
 def _window_runs(
     pool: Pool, rows: WindowedRows, shard: int
 ) -> Iterator[tuple[Integers, Integers, Integers | int]]:
-    """Yield the windows of a shard in runs: series, first window in file order, and length."""
+    """Yield the windows of a shard in runs: series, rank of the first window, and length."""
     if (file_starts := pool.file_starts) is not None:
         bounds = file_starts[shard], file_starts[shard] + pool.sizes[shard]
-        series, file_windows, counts = rows.runs_between(pool.num_shards, [bounds], None)
-        yield series, file_windows, counts
+        series, ranks, counts = rows.runs_between(pool.num_shards, [bounds], None)
+        yield series, ranks, counts
         return
     index = pool.indices(shard)
     for start in range(0, len(index), _WINDOWS_AT_ONCE):
-        file_windows = pool.file_rows(index[start : start + _WINDOWS_AT_ONCE])
-        yield rows.in_series(file_windows)[0], file_windows, 1
+        ranks = pool.file_rows(index[start : start + _WINDOWS_AT_ONCE])
+        yield rows.in_series(ranks)[0], ranks, 1

@@ -71,14 +71,14 @@ class Shards:
         return starts_of(self.sizes)
 
     def file_rows(self, rows: Integers) -> Integers:
-        """Return where rows are stored, int64 of the same shape."""
+        """Return the file rows of rows, int64 of the same shape."""
         offsets = rows // self.num_shards
         # numpy takes several times as long for a remainder as for a quotient.
         file_rows: Integers = self.starts[rows - offsets * self.num_shards]
         return file_rows + offsets
 
     def rows(self, file_rows: Integers) -> Integers:
-        """Return which rows are stored there: the inverse of `file_rows`."""
+        """Return the rows with these file rows: the inverse of `file_rows`."""
         shards = np.searchsorted(self.starts, file_rows, side="right") - 1
         return (file_rows - self.starts[shards]) * self.num_shards + shards
 
@@ -102,7 +102,7 @@ class Rows(ABC):
 
     @abstractmethod
     def file_rows(self, subset_index: Integers) -> Integers:
-        """Return where rows are stored in the files, counted in rows, int64 of shape (B,)."""
+        """Return the file rows, or of windows the storage ranks, int64 of shape (B,)."""
 
     @property
     def is_file_order(self) -> bool:
@@ -282,12 +282,12 @@ class WindowedRows(Rows):
     """Windows over series, series after series, both in dataset order and in storage order.
 
     Windows are not stored: each is a series, which is a row of the store, and a first step in it.
-    Windows of 3 steps with stride 2, over the series a and b of 6 and 5 steps, where the files
-    store b first::
+    So they have no file rows, and `file_rows` returns storage ranks. Windows of 3 steps with
+    stride 2, over the series a and b of 6 and 5 steps, where the files store b first::
 
         subset index   0     1     2     3
         window         a0-2  a2-4  b0-2  b2-4
-        storage rank   2     3     0     1      "file rows" of windows count along the files, too
+        storage rank   2     3     0     1
 
     Contiguous shards share no more steps than the windows overlap.
 
