@@ -32,6 +32,12 @@ def ceil_div(dividend: Any, divisor: Any) -> Any:
     return -(-dividend // divisor)
 
 
+def items_per_row(sizes: Integers) -> Integers:
+    """Count the items of rows from their sizes in k dimensions: (B, k) to int64 of shape (B,)."""
+    items: Integers = sizes[:, 0] if sizes.shape[1] == 1 else sizes.prod(axis=1)
+    return items
+
+
 def starts_of(sizes: Integers) -> Integers:
     """Return where each of several consecutive groups starts, along the first axis."""
     starts: Integers = np.cumsum(sizes, axis=0, dtype=np.int64) - sizes

@@ -237,8 +237,9 @@ class SplitStores:
         """Build the stores of some splits, or recognize stores that exist."""
         for split, spec in specs.items():
             with split_in_errors(split):
-                # Before any row is read, because datasets that cache rows may be shared.
-                _ = spec.fingerprint or spec.identity
+                # Before rows of any split are read, because their datasets may share a cache.
+                if spec.fingerprint is None:
+                    spec.fix_identity()
         for split, spec in specs.items():
             with split_in_errors(split):
                 store = build(spec, overwrite=self.options.overwrite)

@@ -13,7 +13,7 @@ from lightning_memmap.errors import PlacementError
 from lightning_memmap.placement.shard_sizes import compute_shard_bytes
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling.pool import Pool
-from lightning_memmap.sampling.rows import Rows, striping
+from lightning_memmap.sampling.rows import Rows, round_up_shards
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import Blocks
 from lightning_memmap.sizes import format_bytes
@@ -50,7 +50,7 @@ def make_pool(split: str, rows: Rows, num_shards: int, topology: DataTopology) -
             f"the {split} split has {num_rows} rows, fewer than the {num_devices} data devices: use"
             f" at most {num_rows} data devices"
         )
-    return Pool.of(rows, striping(num_shards, num_devices))
+    return Pool.of(rows, round_up_shards(num_shards, num_devices))
 
 
 @dataclass(frozen=True)
@@ -160,23 +160,20 @@ def plan_placement(
     for name, shards in splits.items():
         residencies = _choose_residencies(shards, topology, residency, free_bytes)
         placed[name] = replace(shards, residencies=residencies)
-        for held in placed[name].group_by_device(topology):
-            if (budget_device := held.residency.budget_device(held.device)) is not None:
-                free_bytes[budget_device] -= held.num_bytes
     if residency == Residency.STREAM.value:
         _check_blocks(placed, budget_bytes[_CPU])
     for device, free in free_bytes.items():
-        needed = budget_bytes[device] - free
-        if needed > budget_bytes[device]:
+        if free < 0:
             alternative = (
                 "residency='mmap', which leaves them in the files"
                 if device == _CPU
                 else "residency='auto', which leaves the rest on the host"
             )
             raise PlacementError(
-                f"residency={residency!r}: the shards of {device} need {_in_bytes(needed)}, more"
-                f" than the {_in_bytes(budget_bytes[device])} that may be used there. Use more data"
-                f" devices, a larger memory_fraction, smaller dtypes, or {alternative}"
+                f"residency={residency!r}: the shards of {device} need"
+                f" {_in_bytes(budget_bytes[device] - free)}, more than the"
+                f" {_in_bytes(budget_bytes[device])} that may be used there. Use more data devices,"
+                f" a larger memory_fraction, smaller dtypes, or {alternative}"
             )
     return Placement(topology, placed, dict(budget_bytes))
 
@@ -185,10 +182,9 @@ def _choose_residencies(
     shards: SplitShards,
     topology: DataTopology,
     residency: str,
-    free_bytes: Mapping[torch.device, int],
+    free_bytes: dict[torch.device, int],
 ) -> tuple[Residency | None, ...]:
-    """Choose the residency of each shard of a split, within the free bytes of each device."""
-    remaining = dict(free_bytes)
+    """Choose the residency of each shard of a split, and subtract it from the free bytes."""
     residencies = list[Residency | None]()
     for shard, num_bytes in enumerate(shards.shard_bytes):
         owner = topology.owner(shard)
@@ -204,10 +200,10 @@ def _choose_residencies(
             choices = [Residency.DEVICE, Residency.HOST, Residency.MMAP]
         for choice in choices:
             budget_device = choice.budget_device(device)
-            if budget_device is None or num_bytes <= remaining[budget_device]:
+            if budget_device is None or num_bytes <= free_bytes[budget_device]:
                 break
         if budget_device is not None:
-            remaining[budget_device] -= num_bytes
+            free_bytes[budget_device] -= num_bytes
         residencies.append(choice)
     return tuple(residencies)
 

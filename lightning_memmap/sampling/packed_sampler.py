@@ -30,8 +30,8 @@ from lightning_memmap.sampling.packing import (
     LAYER_BITS,
     MAX_ATTEMPTS,
     BlockDrawing,
-    Cut,
     Drawing,
+    PackedPieces,
     Packer,
     concatenate_and_cut,
     layered,
@@ -256,7 +256,7 @@ class PackedSampler(Sampler):
         sums_before = bounds_of(values)
         return int((sums_before[last + 1 - start] - sums_before[first - start]).max(initial=0))
 
-    def _cut(self, epoch: int) -> Cut:
+    def _cut(self, epoch: int) -> PackedPieces:
         """Concatenate the documents of all groups in another order in each epoch, and cut them.
 
         If packs have too many documents in every order that is tried, cut them as in epoch 0.

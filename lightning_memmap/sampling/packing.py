@@ -515,7 +515,7 @@ def layered(packs_per_shard: Integers, costs: NDArray[Any], bits: np.random.Phil
     return arranged
 
 
-class Cut(NamedTuple):
+class PackedPieces(NamedTuple):
     """Pieces of documents, pack after pack."""
 
     packs: Packs
@@ -532,7 +532,7 @@ def concatenate_and_cut(
     documents_per_group: Integers,
     packs_per_group: Integers,
     length: int,
-) -> Cut:
+) -> PackedPieces:
     """Concatenate the documents of each group, and cut them at multiples of a length.
 
     Documents of 5 3 7 tokens, in 2 packs of 8 tokens: 5 3 | 7. In 3 packs, the last packs are
@@ -556,7 +556,7 @@ def concatenate_and_cut(
     starts += np.repeat(starts_of(tokens_per_group), packs_per_group)
     documents, piece_starts, piece_lengths, pieces_per_pack = cut_line(ordered, starts)
     packs = Packs(order[documents], pieces_per_pack, packs_per_group)
-    return Cut(packs, piece_starts, piece_lengths)
+    return PackedPieces(packs, piece_starts, piece_lengths)
 
 
 def cut_line(lengths: Integers, starts: Integers) -> tuple[Integers, Integers, Integers, Integers]:

@@ -43,7 +43,7 @@ def shard_rows(num_rows: int, num_shards: int) -> Integers:
     return num_strided(num_rows, np.arange(num_shards, dtype=np.int64), num_shards)
 
 
-def striping(num_shards: int, num_data_devices: int) -> int:
+def round_up_shards(num_shards: int, num_data_devices: int) -> int:
     """Round a number of shards up to a multiple of the data devices."""
     return ceil_div(num_shards, num_data_devices) * num_data_devices
 

@@ -25,7 +25,7 @@ from lightning_memmap.store.build_spec import BuildSpec, find_class_names, get_t
 from lightning_memmap.store.building import NUM_PARTS, Building, read_draft
 from lightning_memmap.store.directory import PARTS_DRAFT, StoreDirectory, check_store_path, is_store
 from lightning_memmap.store.files import is_there
-from lightning_memmap.store.identity import Fingerprint
+from lightning_memmap.store.identity import Identity
 from lightning_memmap.store.journal import InUseError, Journal, journal_name
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.paths import store_directory
@@ -142,7 +142,7 @@ def build_missing(
         # Only the start of a part needs the lock: several processes write parts at once.
         if part is None and (store := lock_and_reopen()) is not None:
             return store
-        _ = spec.identity  # Before a row is read.
+        spec.fix_identity()
         if spec.is_iterable_only:
             with spec.show("reading", None, 0) as advance:
                 spool = Spool(dataset, directory.path, advance, spec.declared)
@@ -206,7 +206,7 @@ def _reopen(spec: BuildSpec, *, is_locked: bool = False) -> Store:
             # Another process may have replaced the store since this one opened it.
             if identity is not None and Manifest.read(directory.path) == store.manifest:
                 classes = find_class_names(spec.dataset) or store.classes
-                replace(store.manifest, fingerprint=identity, classes=classes).write(directory.path)
+                replace(store.manifest, identity=identity, classes=classes).write(directory.path)
     return store
 
 
@@ -276,16 +276,16 @@ def append_store(
             store.num_shards,
             store.schema,
             probes=(*store.manifest.probes, *added),
-            fingerprint=identity,
+            identity=identity,
             classes=classes,
             source={"dataset": name[-_MAX_SOURCE:], ".old rows": store.manifest.content},
         )
-        new_identity = Fingerprint({}, fingerprint) if fingerprint is not None else None
+        new_identity = Identity({}, fingerprint) if fingerprint is not None else None
         with Workers(both, num_workers) as workers:
             building = Building.begin(
                 directory.path, draft, resume=True, row_bytes=store.manifest.row_bytes
             )
-            write_and_finish(spec, building, workers, probes, fingerprint=new_identity)
+            write_and_finish(spec, building, workers, probes, identity=new_identity)
     return open_directory(directory.path)
 
 

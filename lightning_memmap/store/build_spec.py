@@ -13,7 +13,7 @@ from lightning_memmap.errors import with_article
 from lightning_memmap.sampling.rows import Shards, default_shards
 from lightning_memmap.schema.forms import Declared
 from lightning_memmap.store.directory import StoreDirectory, is_store
-from lightning_memmap.store.identity import Fingerprint, check_fingerprint
+from lightning_memmap.store.identity import Identity, check_fingerprint
 from lightning_memmap.store.manifest import Manifest, are_class_names, check_num_shards
 from lightning_memmap.store.paths import store_directory
 from lightning_memmap.store.probes import Probes
@@ -70,11 +70,15 @@ class BuildSpec:
         return partial(show_progress, hidden=not self.progress)
 
     @cached_property
-    def identity(self) -> Fingerprint:
-        """The identity of the dataset. Use it before a row is read: a dataset may cache rows."""
+    def identity(self) -> Identity:
+        """The identity of the dataset; see `fix_identity`."""
         if not self.is_iterable_only:
             check_length(self.dataset)
-        return Fingerprint.of(self.dataset, self.fingerprint)
+        return Identity.of(self.dataset, self.fingerprint)
+
+    def fix_identity(self) -> None:
+        """Compute the identity before a row is read, because the dataset may cache rows."""
+        _ = self.identity
 
     def draft(self, num_rows: int, probes: Probes, **more: str) -> Manifest:
         """Make the manifest of the store before a row is written."""
@@ -84,7 +88,7 @@ class BuildSpec:
             shards.num_shards,
             probes.schema,
             probes=probes.digests,
-            fingerprint=self.identity,
+            identity=self.identity,
             classes=find_class_names(self.dataset),
             source={"dataset": get_type_name(self.dataset), **more},
         )

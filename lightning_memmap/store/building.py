@@ -42,7 +42,7 @@ from lightning_memmap.store.files import (
     read_exactly,
     sync_path,
 )
-from lightning_memmap.store.identity import Fingerprint
+from lightning_memmap.store.identity import Identity
 from lightning_memmap.store.journal import (
     KEPT,
     WRITTEN,
@@ -411,8 +411,8 @@ def _check_own_files(path: Path, draft: Manifest) -> None:
 
 def _check_same_build(begun: Manifest, draft: Manifest) -> None:
     """Check that an interrupted build has the same draft. The message says what differs."""
-    identity = begun.fingerprint or Fingerprint({})
-    changed = identity.difference(draft.fingerprint or Fingerprint({}))
+    identity = begun.identity or Identity({})
+    changed = identity.difference(draft.identity or Identity({}))
     if changed is not None:
         raise StoreError(f"since then, {changed}")
     old_facts, new_facts = ({**_list_facts(m), **m.source} for m in (begun, draft))

@@ -25,7 +25,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from lightning_memmap.errors import StoreError, split_in_errors
-from lightning_memmap.integers import Integers, starts_of
+from lightning_memmap.integers import Integers, items_per_row, starts_of
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.build_spec import BuildSpec, check_length
 from lightning_memmap.store.building import Building, read_draft
@@ -298,7 +298,7 @@ class BackgroundBuild:
         self._thread.start()
 
     def is_building(self, name: str) -> bool:
-        """Return whether rows of a store are still read, or it is being committed."""
+        """Return whether the thread still runs, and a store is one of those that it builds."""
         return self._thread.is_alive() and name in self._builds
 
     def stop(self) -> None:
@@ -316,7 +316,7 @@ class BackgroundBuild:
         self._workers.start()
         urgent_rows = find_urgent_rows(draft_stores)
         for spec in specs.values():
-            _ = spec.identity  # Before a row is read.
+            spec.fix_identity()
         all_probes = self._read_probes(specs, draft_stores)
         for name, spec in specs.items():
             probes = all_probes[name]
@@ -534,5 +534,5 @@ class _GrowingItems(VariableItems):
         # The stride of an empty numpy array may be 0.
         items = torch.from_numpy(data).as_strided((len(data),), (1,)).view(self.field.dtype)
         sizes = np.ascontiguousarray(locations[:, 2:])
-        located = Located(starts_of(sizes.prod(axis=1)), sizes)
+        located = Located(starts_of(items_per_row(sizes)), sizes)
         return items.view(-1, *self.field.item_shape), located

@@ -54,7 +54,7 @@ _SETTLED_TYPES = (
 _Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_LENGTH)]
 
 
-class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The identity of a dataset, in named parts, so that a difference can be named."""
 
     # A mismatch costs one comparison of rows, so that this need not be finer: it covers samples of
@@ -65,7 +65,7 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     by_user: _Text | None = msgspec.field(default=None, name="given")
 
     @classmethod
-    def of(cls, dataset: Any, by_user: str | None = None) -> "Fingerprint":
+    def of(cls, dataset: Any, by_user: str | None = None) -> "Identity":
         """Compute the identity of a dataset."""
         reader = _Reader()
         if not is_iterable_only(dataset):
@@ -73,7 +73,7 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         reader.read(dataset)
         return cls(reader.parts, by_user)
 
-    def difference(self, other: "Fingerprint") -> str | None:
+    def difference(self, other: "Identity") -> str | None:
         """Name up to three parts that differ from a later identity; None if there are none."""
         if other.by_user is not None:
             if self.by_user == other.by_user:

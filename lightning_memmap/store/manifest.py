@@ -32,7 +32,7 @@ from lightning_memmap.store.checksums import (
 )
 from lightning_memmap.store.columns import FixedColumn, ShardItems, VariableColumn, shard_items
 from lightning_memmap.store.files import TEMPORARY, make_unreadable_error, read_plain
-from lightning_memmap.store.identity import Fingerprint
+from lightning_memmap.store.identity import Identity
 
 MANIFEST = "manifest.json"
 FORMAT = "lightning_memmap store"
@@ -73,7 +73,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     #: list of them would take most of the time in which a store is opened.
     checksums: dict[str, bytes]
     source: Annotated[dict[_Text, _Text], Meta(max_length=_MAX_SOURCE)]
-    fingerprint: Fingerprint | None = None
+    identity: Identity | None = msgspec.field(default=None, name="fingerprint")
     classes: Annotated[tuple[_ClassName, ...], Meta(max_length=_MAX_CLASSES)] = ()
     structure: Node
     #: The number of items in each shard, for fields whose rows differ in length. Empty in a draft.

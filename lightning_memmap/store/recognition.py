@@ -15,7 +15,7 @@ from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.schema.fields import Values
 from lightning_memmap.schema.shared_memory import copy_sample
 from lightning_memmap.store.build_spec import BuildSpec
-from lightning_memmap.store.identity import Fingerprint
+from lightning_memmap.store.identity import Identity
 from lightning_memmap.store.samples import NUM_PROBES, choose_block_rows, hash_row, stack_rows
 from lightning_memmap.store.sources.iterable import is_iterable_only, is_read_once, iterate_samples
 from lightning_memmap.store.sources.source import make_source
@@ -31,7 +31,7 @@ def check_dataset(
     """Check that a store may be of a dataset: compare fingerprints, or else probe rows."""
     if not is_iterable_only(dataset):
         _check_num_rows(store, len(dataset))
-    stored = store.manifest.fingerprint
+    stored = store.manifest.identity
     if fingerprint is not None and stored is not None and stored.by_user is not None:
         if fingerprint != stored.by_user:
             difference = f"fingerprint={fingerprint!r}, and the store has {stored.by_user!r}"
@@ -44,14 +44,14 @@ def check_dataset(
             workers.run(make_task_runner(_check_probe, store), probes, lambda *_: None)
 
 
-def recognise(store: Store, spec: BuildSpec) -> Fingerprint | None:
+def recognise(store: Store, spec: BuildSpec) -> Identity | None:
     """Check that a store is the one that would be built, and compare as few rows as that takes.
 
     Returns:
         The identity of the dataset if the store should record it; None if it has it already.
     """
     fingerprint = spec.fingerprint
-    stored = store.manifest.fingerprint
+    stored = store.manifest.identity
     is_decided = fingerprint is not None and stored is not None and stored.by_user is not None
     # Before a row is read: a dataset may cache rows, which would change its identity.
     identity = None if is_decided else spec.identity

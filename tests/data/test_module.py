@@ -396,7 +396,7 @@ class TestAttributes:
         assert open_store(tmp_path / "stores" / "train").num_shards == 24
         data.fingerprint = "v2"
         data.prepare_data()
-        assert open_store(tmp_path / "stores" / "train").manifest.fingerprint.by_user == "v2"
+        assert open_store(tmp_path / "stores" / "train").manifest.identity.by_user == "v2"
 
     def test_teardown_frees_what_all_orders_have_computed(self, tmp_path: Path) -> None:
         data = make_data(tmp_path, train_dataset=Points(4000))

@@ -142,8 +142,8 @@ def test_fingerprints_are_by_name(tmp_path: Path) -> None:
     )
     data.prepare_data()
     stores = tmp_path / "stores" / "val"
-    fingerprints = [open_store(stores / name).manifest.fingerprint for name in ("clean", "noisy")]
-    assert [each and each.by_user for each in fingerprints] == ["v1", None]
+    identities = [open_store(stores / name).manifest.identity for name in ("clean", "noisy")]
+    assert [each and each.by_user for each in identities] == ["v1", None]
     with pytest.raises(ValueError, match=r"fingerprint\['val/claen'\]: .*val/clean"):
         make_data(
             tmp_path, val_dataset={"clean": CLEAN}, fingerprint={"val/claen": "v1"}

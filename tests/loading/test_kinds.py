@@ -16,7 +16,7 @@ from lightning_memmap.loading.variable_rows import Padded
 from lightning_memmap.placement.plan import Residency
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import Bucketed, SamplerFactory, Weighted
-from lightning_memmap.sampling.rows import striping
+from lightning_memmap.sampling.rows import round_up_shards
 from lightning_memmap.schema import Windows
 from lightning_memmap.schema.fields import DTYPES
 from lightning_memmap.schema.forms import read_layouts
@@ -111,7 +111,7 @@ def make(
     if residency != "mixed":
         return make_loader(store, residency=residency, decode=decode, **options)
     topology = DataTopology((CPU,) * options.pop("num_devices"), options.pop("rank", 0))
-    shards = striping(12, topology.num_global_data_devices)
+    shards = round_up_shards(12, topology.num_global_data_devices)
     kinds = Residency.DEVICE, Residency.MMAP, Residency.HOST
     where = tuple(kinds[shard % 5 % 3] for shard in range(shards))
     split = split_with(store, topology, where, options.pop("subset", None), None, decode)

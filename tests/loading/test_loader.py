@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.sampling import Sampler
-from lightning_memmap.sampling.rows import striping
+from lightning_memmap.sampling.rows import round_up_shards
 from lightning_memmap.sampling.schedule import BatchSchedule
 from lightning_memmap.store import Store, build_store
 from tests.loading.holder import keep_batches
@@ -80,7 +80,7 @@ class Layout:
 
     @property
     def sampler(self) -> Sampler:
-        shards = striping(self.num_shards, self.num_data_devices)
+        shards = round_up_shards(self.num_shards, self.num_data_devices)
         return make_sampler(self.num_rows, shards, self.options["seed"], self.options["shuffle"])
 
     def loaders(self, stores: Stores) -> list[SuperBatchLoader]:

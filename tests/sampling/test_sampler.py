@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_memmap.sampling import Sampler
 from lightning_memmap.sampling import permutations as constructions
-from lightning_memmap.sampling.rows import Shards, shard_rows, striping
+from lightning_memmap.sampling.rows import Shards, round_up_shards, shard_rows
 from lightning_memmap.sampling.sampler import derive_seed
 from lightning_memmap.sampling.schedule import BatchSchedule
 from tests.support.rows import at, make_sampler
@@ -67,7 +67,7 @@ def test_shard_rows_any_counts_match_dealing_row_by_row(num_rows: int, num_shard
 def test_striping_consumers_gives_next_multiple(
     num_shards: int, num_data_devices: int, expected: int
 ) -> None:
-    assert striping(num_shards, num_data_devices) == expected
+    assert round_up_shards(num_shards, num_data_devices) == expected
 
 
 # Samplers

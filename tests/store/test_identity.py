@@ -23,7 +23,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 from lightning_memmap import ImageFolder, build_store
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.store import identity as module
-from lightning_memmap.store.identity import Fingerprint
+from lightning_memmap.store.identity import Identity
 from tests.support.datasets import Numbered, Wrapped, encoded, texts
 
 
@@ -41,7 +41,7 @@ class Holder(Dataset[int]):
 
 
 def change(one: Any, other: Any) -> str | None:
-    return Fingerprint.of(one).difference(Fingerprint.of(other))
+    return Identity.of(one).difference(Identity.of(other))
 
 
 def test_options_of_an_object_of_a_library_change_the_identity() -> None:
@@ -59,11 +59,11 @@ def test_replaced_image_of_a_folder_changes_the_identity(tmp_path: Path) -> None
     (root / "cat").mkdir(parents=True)
     for name in ("0.png", "1.png"):
         (root / "cat" / name).write_bytes(encoded(np.zeros((2, 2, 3), np.uint8)))
-    dataset, before = ImageFolder(root), Fingerprint.of(ImageFolder(root))
-    assert before.difference(Fingerprint.of(dataset)) is None
+    dataset, before = ImageFolder(root), Identity.of(ImageFolder(root))
+    assert before.difference(Identity.of(dataset)) is None
     (root / "cat" / "1.png").write_bytes(encoded(np.ones((2, 2, 3), np.uint8)))
     os.utime(root / "cat" / "1.png", ns=(1, 1))
-    assert before.difference(Fingerprint.of(dataset)) == "the files changed"
+    assert before.difference(Identity.of(dataset)) == "the files changed"
     store = tmp_path / "store"
     build_store(dataset, store, progress=False)
     (root / "cat" / "0.png").write_bytes(encoded(np.full((2, 2, 3), 7, np.uint8)))
@@ -153,11 +153,11 @@ def test_fingerprint_of_a_changed_dataset_names_what_changed(kind: str) -> None:
 def test_fingerprint_of_sets_is_the_same_in_every_process() -> None:
     program = """
 import tests.support.without_lightning
-from lightning_memmap.store.identity import Fingerprint
+from lightning_memmap.store.identity import Identity
 class Rows(list): pass
 rows = Rows([1])
 rows.names, rows.by_class = {"a", "b", "c", "d"}, {0: {"e", "f", "g", "h"}}
-print(Fingerprint.of(rows).parts)
+print(Identity.of(rows).parts)
 """
     found = {
         subprocess.run(
@@ -201,12 +201,12 @@ def test_fingerprint_of_a_file_that_was_written_again_names_it(
     path = Path("labels.csv") if is_relative else tmp_path / "labels.csv"
     path.write_text("1,2,3")
     dataset = Holder(labels=str(path), root=str(tmp_path), split="train")
-    before = Fingerprint.of(dataset)
+    before = Identity.of(dataset)
     (tmp_path / "store").mkdir()
-    assert before.difference(Fingerprint.of(dataset)) is None
+    assert before.difference(Identity.of(dataset)) is None
     path.write_text("1,2,4")
     os.utime(path, ns=(1, 1))
-    assert before.difference(Fingerprint.of(dataset)) == "the file of attribute labels changed"
+    assert before.difference(Identity.of(dataset)) == "the file of attribute labels changed"
 
 
 def test_fingerprint_is_not_changed_by_what_reading_leaves_behind(tmp_path: Path) -> None:
@@ -234,12 +234,12 @@ def test_fingerprint_of_anything_odd_is_made_all_the_same(monkeypatch: pytest.Mo
     assert change(odd, odd) is None
     assert change(Holder(large=large), Holder(large=large + 1)) == "attribute large changed"
     many = Holder(**{f"a{index}": index for index in range(3000)})
-    assert len(Fingerprint.of(many).parts) <= 513
+    assert len(Identity.of(many).parts) <= 513
 
 
 @given(st.dictionaries(texts(20), texts(20)), st.none() | texts(20))
-def test_fingerprint_comes_back_from_json(parts: dict[str, str], given: str | None) -> None:
-    identity = Fingerprint(parts, given)
-    again = msgspec.convert(msgspec.to_builtins(identity), Fingerprint)
+def test_identity_comes_back_from_json(parts: dict[str, str], given: str | None) -> None:
+    identity = Identity(parts, given)
+    again = msgspec.convert(msgspec.to_builtins(identity), Identity)
     assert again == identity
     assert again.difference(identity) is None

@@ -2,7 +2,8 @@
 
     .lock                    held for all bookkeeping
     <URL>/manifest.json      the last manifest received from the server of a URL
-    <URL>/g-<manifest>/      one version: its files, RECORDS of the downloaded shards, and
+    <URL>/g-<manifest>/      one version, the copy of a generation: its files, RECORDS of the
+                             downloaded shards, and
       .in_use                a lock that all processes share which have the version open
 
 A store that changes at its URL has another manifest, and so another version. If the cache is full,
@@ -221,7 +222,7 @@ class _CachedShards(RemoteShards):
             manifest = self._cache.last(url, error)
             self._is_latest = False
         with self._cache.locked():
-            self.path = self._cache.version(url, manifest, is_latest=self._is_latest)
+            self.path = self._cache.prepare_version(url, manifest, is_latest=self._is_latest)
             in_use = open_plain(self.path / _IN_USE)
             weakref.finalize(self, os.close, in_use)
             super().__init__(files, manifest, self.path)
@@ -405,7 +406,7 @@ class _Cache:
                 stack.enter_context(FileLock(self.directory / ".lock"))
             yield
 
-    def version(self, url: StoreUrl, manifest: Manifest, *, is_latest: bool) -> Path:
+    def prepare_version(self, url: StoreUrl, manifest: Manifest, *, is_latest: bool) -> Path:
         """Find or make the directory of a version. The caller must hold the lock."""
         version = self._versions_of(url) / copy_name(manifest)
         if not _is_whole(version, manifest):

@@ -606,10 +606,12 @@ _PLACEMENT = [
     ),
     Fault(
         "placement/plan.py",
-        "the budget of a device ignores the shards placed before",
-        "free_bytes[budget_device] -= held.num_bytes",
-        "free_bytes[budget_device] = budget_bytes[budget_device] - held.num_bytes",
-        ("tests/placement/test_plan.py::test_plan_puts_shards_where_there_is_room",),
+        "the budget of a device ignores the splits placed before",
+        "_choose_residencies(shards, topology, residency, free_bytes)",
+        "_choose_residencies(shards, topology, residency, dict(budget_bytes))",
+        (
+            "tests/placement/test_plan.py::TestAuto::test_plan_of_several_splits_serves_the_first_one_first",
+        ),
     ),
     Fault(
         "placement/plan.py",

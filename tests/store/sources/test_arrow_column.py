@@ -22,7 +22,7 @@ from lightning_memmap import ColumnDataset, build_store, open_store
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.store import Store, build_part, finish_store, writing
 from lightning_memmap.store.columns import FixedColumn
-from lightning_memmap.store.identity import Fingerprint
+from lightning_memmap.store.identity import Identity
 from lightning_memmap.store.sources.arrow_columns import RowGroups
 from tests.support.datasets import Wrapped, column_files
 from tests.support.store.layout import fail_to_list
@@ -713,5 +713,5 @@ def test_changed_file_of_a_dataset_of_fragments_is_another_dataset(tmp_path: Pat
     os.utime(before.columns["x"].files[0][0], (1, 1))
     files = import_module("pyarrow.dataset").dataset(tmp_path / "files", partitioning="hive")
     after = ColumnDataset(files)
-    assert Fingerprint.of(before).difference(Fingerprint.of(after)) is not None
-    assert Fingerprint.of(after).difference(Fingerprint.of(ColumnDataset(files))) is None
+    assert Identity.of(before).difference(Identity.of(after)) is not None
+    assert Identity.of(after).difference(Identity.of(ColumnDataset(files))) is None
