@@ -96,10 +96,10 @@ class DataOptions:
     windows: Windows | None
     with_row_numbers: bool
     skip_steps: range | Sequence[int] | None
-    build: str = "first"
-    prefetch: int | None = None
-    eval_batch_size: int | Mapping[str, int] | None = None
-    weight: Callable[[Any], Any] | str | None = None
+    build: str
+    prefetch: int | None
+    eval_batch_size: int | Mapping[str, int] | None
+    weight: Callable[[Any], Any] | str | None
 
     def __post_init__(self) -> None:
         for role, datasets in self.datasets.items():

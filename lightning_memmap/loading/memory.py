@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memmap.integers import Integers, starts_of
+from lightning_memmap.integers import Integers, items_per_row, starts_of
 from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.device_streams import send, upload
 from lightning_memmap.loading.row_source import Cut, FieldRows, RowSource, Take, released_error
@@ -361,7 +361,7 @@ def _copy_column(
         return _copy_items(column.tensor.as_subclass(Tensor), segments, num_rows, device)
     assert isinstance(column, IndexedItems)
     located = [column.locate(chunk) for chunk in slots]
-    lengths = [chunk.sizes.prod(axis=1) for chunk in located]
+    lengths = [items_per_row(chunk.sizes) for chunk in located]
     num_items = sum(int(chunk.sum()) for chunk in lengths)
     if column.field.is_text:
         device = torch.device("cpu")

@@ -14,7 +14,7 @@ from lightning_memmap._compat.tensors import jagged_tensor
 from lightning_memmap.errors import with_article
 from lightning_memmap.integers import starts_of
 from lightning_memmap.loading.device_streams import send
-from lightning_memmap.schema.fields import RowList, select
+from lightning_memmap.schema.fields import RowList, dtype_name, select
 from lightning_memmap.tensordict_types import is_tensorclass, tensordict_types
 
 #: The type, dtype and shape of a leaf. Leaves of one signature can be stacked.
@@ -149,8 +149,7 @@ def _described(signature: Signature) -> str:
     if not details:
         return with_article(name)
     dtype, shape = details
-    dtype_name = with_article(str(dtype).removeprefix("torch."))
-    return f"{dtype_name} {name} of shape {shape}".replace("'", "")
+    return f"{with_article(dtype_name(dtype))} {name} of shape {shape}".replace("'", "")
 
 
 def is_variable(leaf: Any) -> bool:

@@ -33,6 +33,7 @@ from lightning_memmap.integers import (
     bounds_of,
     ceil_div,
     distinct,
+    items_per_row,
     ranges,
     starts_of,
 )
@@ -307,7 +308,7 @@ class _StreamedEpoch:
 
 def merge_into_runs(located: Located) -> tuple[Integers, Integers]:
     """Merge ranges of items into ascending runs, and return the starts and stops of the runs."""
-    lengths = located.sizes.prod(axis=1)
+    lengths = items_per_row(located.sizes)
     by_start = np.argsort(located.starts, kind="stable")
     starts = located.starts[by_start]
     stops = np.maximum.accumulate(starts + lengths[by_start])
@@ -347,8 +348,8 @@ def max_block_items(
     """Count the most items that the rows of a block can have, wherever it starts."""
 
     def lengths_in(shard: int) -> Integers:
-        chunks = [rows.locate(slots).sizes.prod(axis=1) for slots in slot_map.slots_of_shard(shard)]
-        return np.concatenate([np.zeros(0, np.int64), *chunks])
+        located = map(rows.locate, slot_map.slots_of_shard(shard))
+        return np.concatenate([np.zeros(0, np.int64), *(items_per_row(s) for _, s in located)])
 
     if blocks.has_runs:
         return _max_consecutive_items(

@@ -25,6 +25,7 @@ from lightning_memmap.integers import (
     group_of,
     group_sums,
     index_in_group,
+    items_per_row,
     starts_of,
 )
 from lightning_memmap.loading.device_streams import has_streams, send
@@ -110,10 +111,7 @@ class VariableRows:
     @property
     def lengths(self) -> Integers:
         """Items of each row, int64 of shape (B,)."""
-        if self.sizes.shape[1] == 1:
-            return self.sizes[:, 0]
-        lengths: Integers = self.sizes.prod(axis=1)
-        return lengths
+        return items_per_row(self.sizes)
 
     @property
     def memory(self) -> Bytes:
@@ -394,13 +392,13 @@ def make_variable_rows(field: Field, tensors: Sequence[Tensor]) -> VariableRows:
     """Concatenate the tensors of rows of a field, which were not read from a store."""
     items, sizes = Values.from_rows(field, tensors)
     assert sizes is not None
-    # The dataset may use the memory too.
+    # So that steps are copied together with their neighbours, like rows of a store.
     return _contiguous_rows(field, items, sizes).replaced(is_contiguous=False)
 
 
 def _contiguous_rows(field: Field, items: Tensor, sizes: Integers) -> VariableRows:
     """Return rows whose items are consecutive in memory that only they use."""
-    starts = starts_of(sizes.prod(axis=1))
+    starts = starts_of(items_per_row(sizes))
     return VariableRows(field, items, starts, sizes, largest(sizes), is_contiguous=True)
 
 

@@ -289,7 +289,7 @@ class MixtureSampler(DrawnSampler):
 
     @cached_once
     def _sections_and_phases(self) -> tuple[_Sections, NDArray[np.uint64]]:
-        """Return the sections of all shards, and random bits that shift where each is read first."""
+        """Return the sections of all shards, and random bits of where each starts."""
         sections = self.sets.sections(self.num_shards)
         return sections, bit_generator(self.seed, 0, 1).random_raw(len(sections.set_index))
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError, StoreError
-from lightning_memmap.integers import Integers, elements_of, group_of
+from lightning_memmap.integers import Integers, elements_of, group_of, items_per_row
 from lightning_memmap.schema.kinds import NUMBERS, AnyKind, Text
 
 #: The dtypes that a store supports. Others (float8, sub-byte types and complex32) do not survive a
@@ -242,7 +242,7 @@ class Values(NamedTuple):
         if self.sizes is None:
             yield from self.data
             return
-        items_of_rows = self.data.split_with_sizes(self.sizes.prod(axis=1).tolist())
+        items_of_rows = self.data.split_with_sizes(items_per_row(self.sizes).tolist())
         for items, sizes in zip(items_of_rows, self.sizes.tolist(), strict=True):
             yield items.view(*sizes, *self.data.shape[1:])
 
@@ -253,7 +253,7 @@ class Values(NamedTuple):
         rows = np.asarray(rows, np.int64)
         if self.sizes is None:
             return Values(take_rows(self.data, rows))
-        lengths = self.sizes.prod(axis=1)
+        lengths = items_per_row(self.sizes)
         items = elements_of(rows, lengths)
         return Values(take_rows(self.data, items), self.sizes[rows])
 
@@ -292,7 +292,7 @@ class Values(NamedTuple):
             raise ValueError(f"found records of the shapes {shapes} in one list")
         data = self.data
         if not is_present.all():
-            data = _scatter_rows(data, np.repeat(is_present, sizes[rows].prod(axis=1)))
+            data = _scatter_rows(data, np.repeat(is_present, items_per_row(sizes[rows])))
         return Values(data, np.concatenate([lengths[:, None], sizes], axis=1))
 
 

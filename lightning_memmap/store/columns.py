@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.integers import Integers, bounds_of, ceil_div, starts_of
+from lightning_memmap.integers import Integers, bounds_of, ceil_div, items_per_row, starts_of
 from lightning_memmap.sampling.rows import Shards
 from lightning_memmap.schema.fields import Field, Values
 from lightning_memmap.store.files import (
@@ -229,7 +229,7 @@ class VariableColumn(_Column):
         # Append: the file may end with an incomplete row.
         start = os.fstat(file).st_size
         write_all(file, data.data, start)
-        num_bytes = values.sizes.prod(axis=1) * self.field.item_bytes
+        num_bytes = items_per_row(values.sizes) * self.field.item_bytes
         locations = np.empty((len(rows), 2 + self.field.num_variable), np.int64)
         locations[:, 0] = files.writer_id
         locations[:, 1] = start + starts_of(num_bytes)
@@ -271,7 +271,7 @@ class VariableColumn(_Column):
     def gather_rows(self, directory: Path, locations: Integers) -> Iterator[NDArray[np.uint8]]:
         """Read rows from the files of all writers, and yield their bytes, concatenated."""
         files: dict[int, NDArray[np.uint8]] = {}
-        num_bytes = locations[:, 2:].prod(axis=1) * self.field.item_bytes
+        num_bytes = items_per_row(locations[:, 2:]) * self.field.item_bytes
         # Rows are gathered together if they start in the same block of the output.
         blocks = starts_of(num_bytes) // _GATHER_BYTES
         for rows in np.split(np.arange(len(blocks)), np.flatnonzero(np.diff(blocks)) + 1):
@@ -326,7 +326,7 @@ def shard_items(columns: Sequence[Column]) -> dict[str, ShardItems]:
 def _check_sizes(field: Field, sizes: Integers) -> None:
     """Check that rows without items can be read again."""
     if field.num_variable > 1:
-        is_empty = sizes.prod(axis=1) == 0
+        is_empty = items_per_row(sizes) == 0
         empty = np.flatnonzero(is_empty & (sizes.max(axis=1, initial=0) > MAX_EMPTY_SIZE))
         if len(empty):
             raise SchemaError(

@@ -26,7 +26,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.errors import SchemaError, StoreError
-from lightning_memmap.integers import Integers, Runs, starts_of
+from lightning_memmap.integers import Integers, Runs, items_per_row, starts_of
 from lightning_memmap.sampling.rows import JoinedRows, StoreRows
 from lightning_memmap.schema.fields import Field, join_values
 from lightning_memmap.store.columns import Column
@@ -240,7 +240,7 @@ class _JoinedItems(VariableItems):
         ((items, sizes),) = join_values(values)
         assert sizes is not None
         back = np.argsort(np.argsort(store_of, kind="stable"))
-        return items, Located(starts_of(sizes.prod(axis=1))[back], sizes[back])
+        return items, Located(starts_of(items_per_row(sizes))[back], sizes[back])
 
 
 class _JoinedPendingRows(PendingRows):

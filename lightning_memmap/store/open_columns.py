@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.integers import Integers, starts_of
+from lightning_memmap.integers import Integers, items_per_row, starts_of
 from lightning_memmap.schema.fields import Field, Values, take_rows
 from lightning_memmap.store.files import (
     copy_segments,
@@ -95,7 +95,7 @@ class MappedRows:
 
 def compute_index(sizes: Integers) -> Integers:
     """Compute the index of rows whose items are stored without gaps, from the sizes of the rows."""
-    stops = np.cumsum(sizes.prod(axis=1))
+    stops = np.cumsum(items_per_row(sizes))
     index: Integers = stops[:, None] if sizes.shape[1] == 1 else np.c_[stops, sizes]
     return index
 
@@ -125,7 +125,7 @@ class VariableItems(ABC):
     def read(self, file_rows: Integers) -> Values:
         """Copy rows, by their indices in the files."""
         items, (starts, sizes) = self.items_and_ranges(file_rows)
-        lengths = sizes.prod(axis=1)
+        lengths = items_per_row(sizes)
         shape = int(lengths.sum()), *items.shape[1:]
         data = torch.empty(shape, dtype=items.dtype, device="cpu")
         num_bytes = lengths * self.field.item_bytes
@@ -183,7 +183,7 @@ class IndexedItems(VariableItems):
         lengths = np.empty(num_rows, np.int64)
         for start in range(0, len(lengths), LOCATED_ROWS):
             rows = np.arange(start, min(start + LOCATED_ROWS, len(lengths)), dtype=np.int64)
-            lengths[rows] = self.locate(self.file_rows(rows)).sizes.prod(axis=1)
+            lengths[rows] = items_per_row(self.locate(self.file_rows(rows)).sizes)
         return lengths
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from lightning_memmap.errors import DatasetError, describe_error
+from lightning_memmap.integers import items_per_row
 from lightning_memmap.schema.fields import Values, join_values
 from lightning_memmap.schema.forms import Declared
 from lightning_memmap.schema.shared_memory import copy_sample
@@ -131,7 +132,7 @@ class Spool:
         num_rows = self._starts[index + 1] - self._starts[index]
         values = list[Values]()
         for field, (data, sizes) in zip(self.schema.fields, leaves, strict=True):
-            count = num_rows if sizes is None else int(sizes.prod(axis=1).sum())
+            count = num_rows if sizes is None else int(items_per_row(sizes).sum())
             items = as_tensor(data).view(field.dtype).view(count, *field.item_shape)
             values.append(Values(items, sizes))
         return values
