@@ -1,12 +1,12 @@
 """Integers in all rooms: their arrays, groups of consecutive elements, and strided positions.
 
-Groups are described by their sizes. Of 6 elements in groups of 3, 0, 1 and 2::
+Groups are described by their sizes. With 6 elements in groups of 3, 0, 1 and 2::
 
     starts_of        0 3 3 4
     bounds_of        0 3 3 4 6
     group_of         0 0 0 2 3 3
     index_in_group   0 1 2 0 0 1
-    elements_of      4 5 0 1 2      of the groups 3 and 0
+    elements_of      4 5 0 1 2      for the groups 3 and 0
 """
 
 from collections.abc import Sequence
