@@ -107,7 +107,7 @@ class Runs(NamedTuple):
 
 
 def differs_from_previous(values: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return where a value differs from the one before it; the first does. Of the same shape."""
+    """Return where a value differs from the one before it; the first does. The shape is kept."""
     return np.append(True, values[1:] != values[:-1])[: len(values)]
 
 
